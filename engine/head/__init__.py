@@ -1,1 +1,1 @@
-"""The losses of tokens from the head's product, whose vocabulary is cut over tp."""
+"""Per-token losses from the head's product, whose vocabulary is cut over tp."""

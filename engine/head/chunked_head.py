@@ -1,19 +1,19 @@
-"""The output head and its cross-entropy in chunks of tokens: all logits never exist at once, and none are kept.
+"""The output head and its cross-entropy, one chunk of tokens at a time, so that all logits never exist at once.
 
     whole     logits = X W^T [s b, V/t] are computed once and kept for the backward        (`ColumnParallelLinear`, then
               `vocab_parallel_cross_entropy`)
-    chunked   logits of n tokens at a time, recomputed in the backward at the price of one more GEMM of the head
+    chunked   n tokens' logits at a time, recomputed in the backward at the price of one more head GEMM
 
-With a vocabulary of 128,256 and 8,192 tokens the logits are 2.1 GB in bf16, as much as all 32 layers of Llama-3-8B keep with
-full recomputation; those of 1,024 tokens are 263 MB.
+With 128,256 vocabulary entries and 8,192 tokens the logits take 2.1 GB in bf16. All 32 layers of Llama-3-8B keep as much with full
+recomputation. The logits for 1,024 tokens take 263 MB.
 
-The collectives are those of the whole form. Rank i computes S_i, the sum of exp(z - m_i), with m_i the largest logit of its own
-columns. Once the global maximum m is known, sum_i exp(m_i - m) S_i is the sum over the vocabulary.
+Both forms use the same collectives. Rank i computes S_i = sum exp(z - m_i) over its own columns, where m_i is its largest logit.
+Once the global maximum m is known, the sum over the vocabulary is sum_i exp(m_i - m) S_i.
 
-Order of the backward, in which the reduction of dX runs under the last GEMM:
-    1. all-gather X (sequence parallelism keeps only the shard of X, as in `linear/layers.py`), wait for it
-    2. for each n tokens: recompute the logits, write their gradient dY over them, dX = dY W, dW += dY^T X
-    3. before the last dW: post the backward of f on dX; wait for it after the last dW
+The backward overlaps the dX reduction with the last GEMM:
+    1. all-gather X (sequence parallelism keeps only a shard, as in `linear/layers.py`), wait for it
+    2. for each chunk: recompute the logits, write their gradient dY over them, dX = dY W, dW += dY^T X
+    3. before the last dW: post f's backward on dX; wait for it after the last dW
 """
 
 from typing import Any
@@ -39,21 +39,21 @@ def chunked_head_losses(
     fusion: Fusion = EAGER,
     options: LogitOptions = PLAIN_LOGITS,
 ) -> torch.Tensor:
-    """Compute the cross-entropy per token from the input of the head; the backward adds the z-loss's gradient.
+    """Compute the cross-entropy per token from the head's input; the backward adds the z-loss gradient.
 
-    The weight's gradient is never deferred, as some schedules ask: that would keep the gradients of all logits.
+    Some schedules defer weight gradients. Here the weight gradient is never deferred, because that would keep all logit gradients.
 
     Args:
-        x: [s(/t), b, h], the input of the head.
-        targets: int64 [s, b], ids below `vocab_size`.
-        head: one weight [V_padded / t, h] without bias.
-        vocab_size: V, without padding.
-        tokens_at_a_time: n, at most s b.
-        fusion: runs the passes over the logits.
-        options: divisor, softcap and z-loss of the logits.
+        x: head input, [s(/t), b, h].
+        targets: target ids below `vocab_size`, int64 [s, b].
+        head: output layer with one weight, [V_padded / t, h], and no bias.
+        vocab_size: vocabulary size V, without padding.
+        tokens_at_a_time: chunk length n in tokens, at most s b.
+        fusion: runner for the passes over the logits.
+        options: logit divisor, softcap and z-loss factor.
 
     Returns:
-        [s, b] in the accumulation dtype; the same on every tp rank.
+        The losses, [s, b] in the accumulation dtype; equal on every tp rank.
     """
     return _ChunkedHead.apply(x, targets, head, vocab_size, tokens_at_a_time, fusion, options)
 
@@ -79,7 +79,7 @@ class _ChunkedHead(torch.autograd.Function):
         starts = range(0, len(inputs), tokens_at_a_time)
         pieces = [slice(start, min(start + tokens_at_a_time, len(inputs))) for start in starts]
         of_pieces = []
-        # A piece's exponentials are relative to its own maximum on this rank: the global one is known after the last piece only.
+        # Each piece's exponentials are relative to its own maximum on this rank: the global one is known only after the last piece.
         for rows in pieces:
             logits = F.linear(inputs[rows], matrix)
             options.shape_(logits, fusion)

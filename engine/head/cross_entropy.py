@@ -2,12 +2,13 @@
 
     loss = log(sum_v exp(z_v)) - z_target          d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = target]
 
-Three numbers per token cross the tp axis: the largest logit (max, for stability), then the sum of exponentials and the target's
-logit. Columns past the vocabulary (padding) are left out of the softmax and get gradient zero.
+Three numbers per token cross the tp axis: the largest logit (max, for stability), then the exponentials' sum and the target's
+logit. Columns past the vocabulary (padding) are left out of the softmax and get a zero gradient.
 
-Exponentials are as many as logits, in a wider dtype, so they never all exist at once: eager code computes them for some tokens at a
-time, compiled code keeps them in registers. The backward recomputes the softmax from the logits and the logarithm of the sum,
-[s, b], and writes the gradient over the logits. `triaxis.engine.head.chunked_head` does not even save the logits.
+The exponentials would need more memory than the logits, because their dtype is wider, so they never all exist at once. Eager code
+computes them for a few tokens at a time; compiled code keeps them in registers. The backward recomputes the softmax from the logits
+and the log of the sum, [s, b], and writes the gradient over the logits. `triaxis.engine.head.chunked_head` does not even save the
+logits.
 """
 
 from dataclasses import dataclass
@@ -30,19 +31,19 @@ def vocab_parallel_cross_entropy(
     fusion: Fusion = EAGER,
     options: LogitOptions = PLAIN_LOGITS,
 ) -> torch.Tensor:
-    """Compute the cross-entropy per token, without the z-loss; the backward adds the z-loss's gradient.
+    """Compute the cross-entropy per token, without the z-loss; the backward adds the z-loss gradient.
 
     Args:
-        logits: [s, b, V_padded / t], this rank's columns of the head's product, contiguous. The forward writes the logits over
-            them, the backward the gradient.
-        targets: int64 [s, b], ids below `vocab_size`.
-        axis: the tp axis.
-        vocab_size: V, without padding.
-        fusion: runs the passes over the logits.
-        options: divisor, softcap and z-loss of the logits.
+        logits: this rank's columns in the head's product, contiguous, [s, b, V_padded / t]. The forward overwrites them with the
+            final logits, the backward with the gradient.
+        targets: target ids below `vocab_size`, int64 [s, b].
+        axis: tp axis.
+        vocab_size: vocabulary size V, without padding.
+        fusion: runner for the passes over the logits.
+        options: logit divisor, softcap and z-loss factor.
 
     Returns:
-        [s, b] in the accumulation dtype; the same on every tp rank.
+        The losses, [s, b] in the accumulation dtype; equal on every tp rank.
     """
     return _VocabParallelCrossEntropy.apply(logits, targets, axis, vocab_size, fusion, options)
 
@@ -62,7 +63,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         options.shape_(logits, fusion)
         flat = logits.view(-1, logits.shape[-1])
         at = LocalTargets.of(targets, axis, flat.shape[1], vocab_size)
-        # [tokens], then [2, tokens] for both sums at once. Nothing can run under these calls: the next line needs the result.
+        # [tokens], then [2, tokens] for both sums at once. Nothing can overlap these calls: the next line needs the result.
         largest = axis.all_reduce(at.largest(flat), f"{CROSS_ENTROPY} max", op="max").wait()
         sums = axis.all_reduce(at.sums(flat, largest, fusion), f"{CROSS_ENTROPY} sums").wait()
         log_sum = sums[0].log() + largest
@@ -75,7 +76,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
         # No collective: log_sum covers the whole vocabulary, and this rank's columns need nothing else from other ranks.
-        # The logits are written over, so a second backward of this graph would read gradients.
+        # The gradient overwrites the logits, so a second backward through this graph would read gradients.
         flat = logits.view(-1, logits.shape[-1])
         LocalTargets(local, held, ctx.real).write_gradient(flat, log_sum, grad.flatten(), ctx.fusion, ctx.options)
         return logits, None, None, None, None, None
@@ -83,12 +84,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class LocalTargets:
-    """Targets relative to this rank's columns, for some tokens' logits [tokens, columns].
+    """Targets relative to this rank's columns, for logits [tokens, columns].
 
     Attributes:
-        local: int64 [tokens], column of the target; 0 if another rank holds it.
-        held: bool [tokens], whether this rank holds the target's column.
-        real: number of this rank's columns inside the vocabulary. Padding is at the end, so the last ranks may have none.
+        local: column of each token's target, int64 [tokens]; 0 if another rank holds it.
+        held: whether this rank holds the target's column, bool [tokens].
+        real: number of columns on this rank inside the vocabulary. Padding is at the end, so the last ranks may have none.
     """
 
     local: torch.Tensor
@@ -97,7 +98,7 @@ class LocalTargets:
 
     @classmethod
     def of(cls, targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> "LocalTargets":
-        """Build the targets from ids of any shape, flattened; `columns` is the number on each rank, padding included."""
+        """Build the targets from ids in any shape, flattened; each rank has `columns` columns, padding included."""
         first = axis.index * columns
         real = min(max(vocab_size - first, 0), columns)
         local = targets.reshape(-1) - first
@@ -105,19 +106,19 @@ class LocalTargets:
         return cls(local.where(held, 0), held, real)
 
     def __getitem__(self, rows: slice) -> "LocalTargets":
-        """Return the targets of some of the tokens."""
+        """Select the targets for a range of tokens."""
         return LocalTargets(self.local[rows], self.held[rows], self.real)
 
     def largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return each token's largest logit, [tokens] in the accumulation dtype; the dtype's minimum if all columns are padding."""
-        # The maximum is one of the narrow numbers, so it is exact to widen the maximum alone.
+        """Find each token's largest logit, [tokens] in the accumulation dtype; the dtype's minimum if all columns are padding."""
+        # The maximum is one of the narrow numbers, so widening only the maximum is exact.
         if self.real:
             return accumulate(logits[:, : self.real].amax(-1))
         wide = accumulation_dtype(logits.dtype)
         return logits.new_full(self.local.shape, torch.finfo(wide).min, dtype=wide)
 
     def sums(self, logits: torch.Tensor, largest: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-        """Compute this rank's part of two sums, [2, tokens]: of exp(z - largest), and of the target's logit."""
+        """Compute this rank's share of two sums per token, [2, tokens]: exp(z - largest), and the target's logit."""
         sums = largest.new_zeros((2, len(largest)))
         if self.real:
             z = logits[:, : self.real]
@@ -132,20 +133,20 @@ class LocalTargets:
     def write_gradient(
         self, logits: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, fusion: Fusion, options: LogitOptions
     ) -> None:
-        """Write the gradient of the head's product over `logits`, from log_sum [tokens] and the losses' gradients [tokens].
+        """Overwrite `logits` with the gradient for the head's product, given log_sum [tokens] and the losses' gradients [tokens].
 
-        With Z = log_sum: dy_v = (softmax_v (1 + 2 z_loss Z) - [v = target]) grad dz_v / dy_v.
+        The gradient is dy_v = (softmax_v (1 + 2 z_loss Z) - [v = target]) grad dz_v / dy_v, where Z = log_sum.
         """
         z, grad = logits[:, : self.real], grad.unsqueeze(-1)
         if self.real and fusion.is_compiled:
             shape = options.divisor, options.softcap, options.z_loss
             fusion(_write_gradient)(z, log_sum, self.local, self.held, grad, *shape)
         elif self.real:
-            # -1 at the target's column. A token whose target another rank holds adds zero to column 0.
+            # -1 at the target's column. A token whose target is on another rank adds zero to column 0.
             ones = self.held.to(grad.dtype).neg_().unsqueeze(-1)
             for rows in chunks(z):
                 softmax = _exp_of_difference(z[rows], log_sum[rows])
-                # The factor belongs to the softmax alone, so it comes before the target's 1 is subtracted.
+                # The factor applies only to the softmax, so it comes before the target's 1 is subtracted.
                 if options.z_loss:
                     softmax.mul_((1 + 2 * options.z_loss * log_sum[rows]).unsqueeze(-1))
                 softmax.scatter_add_(-1, self.local[rows].unsqueeze(-1), ones[rows])
@@ -153,12 +154,12 @@ class LocalTargets:
                 z[rows] = (
                     softmax if options.is_plain else softmax.mul_(slope(z[rows], options.divisor, options.softcap))
                 )
-        # Padding has no part in the loss, and the GEMMs that follow read all columns.
+        # Padding does not affect the loss, but the GEMMs that follow read all columns.
         logits[:, self.real :].zero_()
 
 
 def _sum_of_exp(z: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Return sum_v exp(z - largest), [tokens], of z [tokens, v] and largest [tokens]."""
+    """Compute sum_v exp(z - largest), [tokens]; z [tokens, v], largest [tokens]."""
     return _exp_of_difference(z, largest).sum(-1)
 
 
@@ -172,7 +173,7 @@ def _write_gradient(
     softcap: float | None,
     z_loss: float,
 ) -> None:
-    """Write the gradient over z [tokens, v]; in one compiled pass, comparing every column with the target costs nothing."""
+    """Write the gradient over z [tokens, v]. In one compiled pass, comparing every column with the target is free."""
     columns = torch.arange(z.shape[1], device=z.device)
     is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
     softmax = _exp_of_difference(z, log_sum)
@@ -183,5 +184,5 @@ def _write_gradient(
 
 
 def _exp_of_difference(z: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Return exp(z - shift) in the accumulation dtype, which `shift` has, with one temporary. z [n, v], shift [n]."""
+    """Compute exp(z - shift) in `shift`'s dtype, the accumulation dtype, with one temporary; z [n, v], shift [n]."""
     return z.sub(shift.unsqueeze(-1)).exp_()

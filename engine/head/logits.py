@@ -10,17 +10,17 @@ from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.numerics.precision import accumulate
 
 CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
-"""Elements of a chunk, by device: few enough on a CPU for a core's cache (in the wide dtype), on a GPU enough for few kernels."""
+"""Elements per chunk, by device: a CPU chunk fits a core's cache (in the wide dtype), a GPU chunk keeps the kernel count low."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitOptions:
-    """The options of a model's logits.
+    """A model's logit options.
 
     Attributes:
-        divisor: d, the divisor of the head's product (Granite's `logits_scaling`).
-        softcap: c of z = c tanh(y / (d c)) (Gemma 2, 2408.00118); None: z = y / d.
-        z_loss: factor of log(sum_v exp(z_v))^2 in the trained loss (PaLM, 2204.02311, section 5).
+        divisor: divisor d applied to the head's product (Granite's `logits_scaling`).
+        softcap: cap c in z = c tanh(y / (d c)) (Gemma 2, 2408.00118), or None for z = y / d.
+        z_loss: factor on log(sum_v exp(z_v))^2 in the trained loss (PaLM, 2204.02311, section 5).
     """
 
     divisor: float = 1.0
@@ -29,11 +29,11 @@ class LogitOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the logits are the head's product itself."""
+        """Whether the logits are the head's product itself."""
         return self.divisor == 1 and self.softcap is None
 
     def shape_(self, y: torch.Tensor, fusion: Fusion) -> None:
-        """Turn y [.., v] into logits in place: computed in the accumulation dtype, rounded once."""
+        """Turn y [.., v] into logits in place, computed in the accumulation dtype and rounded once."""
         if self.is_plain:
             return
         flat = y.view(-1, y.shape[-1])
@@ -44,7 +44,7 @@ class LogitOptions:
             flat[rows] = _shaped(flat[rows], self.divisor, self.softcap)
 
     def shaped(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the logits of y as a tensor of its own, with a gradient."""
+        """Compute the logits from y out of place, with autograd."""
         return y if self.is_plain else _shaped(y, self.divisor, self.softcap)
 
 
@@ -52,14 +52,14 @@ PLAIN_LOGITS = LogitOptions()
 
 
 def chunks(z: torch.Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of z [tokens, v], each of about a chunk of elements."""
+    """Yield row slices for z [tokens, v]; each covers about one chunk's elements (`CHUNK_NUMEL`)."""
     num_rows = max(1, CHUNK_NUMEL[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], num_rows):
         yield slice(start, start + num_rows)
 
 
 def slope(z: torch.Tensor, divisor: float, softcap: float | None) -> torch.Tensor | float:
-    """Return dz / dy = (1 - (z / c)^2) / d from the logits, in the accumulation dtype."""
+    """Compute dz / dy = (1 - (z / c)^2) / d from the logits, in the accumulation dtype."""
     if softcap is None:
         return 1 / divisor
     return (1 - (accumulate(z) / softcap).square()) / divisor

@@ -1,7 +1,7 @@
-"""Logits whose vocabulary is cut over tp, as the loss of an extension reads them.
+"""Logits whose vocabulary is cut over tp, as an extension's loss reads them.
 
-Each result [s, b] is the same on every tp rank, and each rank continues with it alike. So the gradient of a sum over ranks is the
-gradient that every rank has already (the g of `engine/tensor_parallel/mappings.py`), and no backward communicates.
+Each result [s, b] is equal on every tp rank, and every rank continues with it in the same way. So a sum over ranks passes its
+gradient through unchanged (g in `engine/tensor_parallel/mappings.py`), and no backward communicates.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ PURPOSE = "loss of an extension"
 
 @dataclass(frozen=True, slots=True)
 class VocabularyLogits:
-    """The logits of some tokens.
+    """Logits of [s, b] tokens, with this rank's share of the vocabulary.
 
     Attributes:
-        columns: [s, b, v] in the accumulation dtype, this rank's columns without the padding of the vocabulary; v may be 0.
-        axis: the tp axis.
-        first: id of the token of the first column.
-        vocab_size: V, columns of all ranks.
+        columns: this rank's columns without vocabulary padding, [s, b, v] in the accumulation dtype; v may be 0.
+        axis: tp axis.
+        first: token id for the first column.
+        vocab_size: vocabulary size V, over all ranks.
     """
 
     columns: torch.Tensor
@@ -33,17 +33,17 @@ class VocabularyLogits:
 
     @classmethod
     def of(cls, logits: torch.Tensor, axis: Axis, vocab_size: int) -> "VocabularyLogits":
-        """Take the logits [s, b, V_padded/t] of this rank."""
+        """Wrap this rank's logits, [s, b, V_padded/t]."""
         first = axis.index * logits.shape[-1]
         return cls(accumulate(logits[..., : max(vocab_size - first, 0)]), axis, first, vocab_size)
 
     def sum(self, columns: torch.Tensor) -> torch.Tensor:
-        """Sum a function of the logits over the whole vocabulary: this rank's [s, b, v] -> [s, b]."""
+        """Sum values over the whole vocabulary, one value per column: this rank's [s, b, v] -> [s, b]."""
         total: torch.Tensor = _SumOfRanks.apply(columns.sum(-1), self.axis)
         return total
 
     def max(self) -> torch.Tensor:
-        """Return each token's largest logit [s, b], without a gradient."""
+        """Find each token's largest logit, [s, b], without a gradient."""
         columns = self.columns.detach()
         if columns.shape[-1]:
             largest = columns.amax(-1)
@@ -52,12 +52,12 @@ class VocabularyLogits:
         return self.axis.all_reduce(largest, PURPOSE, op="max").wait()
 
     def log_sum_exp(self) -> torch.Tensor:
-        """Return log(sum_v exp(z_v)) of each token [s, b]."""
+        """Compute log(sum_v exp(z_v)) per token, [s, b]."""
         largest = self.max()
         return self.sum((self.columns - largest.unsqueeze(-1)).exp()).log() + largest
 
     def at(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return each token's logit [s, b] of one token of the vocabulary, int64 [s, b]."""
+        """Look up each token's logit for one vocabulary id: ids int64 [s, b] -> [s, b]."""
         local = ids - self.first
         held = (local >= 0) & (local < self.columns.shape[-1])
         if not self.columns.shape[-1]:
@@ -66,7 +66,7 @@ class VocabularyLogits:
         return self.sum(found * held.unsqueeze(-1))
 
     def cross_entropy(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return -log softmax(z)_label of each token [s, b], from labels int64 [s, b]."""
+        """Compute -log softmax(z)_label per token, [s, b]; labels int64 [s, b]."""
         return self.log_sum_exp() - self.at(labels)
 
 

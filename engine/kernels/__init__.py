@@ -1,1 +1,1 @@
-"""Pure functions of tensors, and the choice among their implementations: no communication and no parameters."""
+"""Pure tensor functions and the choice among their implementations, without communication or parameters."""

@@ -1,10 +1,10 @@
 """Activations: computed in the accumulation dtype, returned in the input's.
 
-Each has an explicit backward and saves only its input, which exists anyway: autograd would save copies in the accumulation dtype
-and products that are cheap to recompute.
+Each activation has an explicit backward and saves only its input, which exists anyway. Autograd would also save copies in the
+accumulation dtype and products that are cheap to recompute.
 
-`fusion` runs the two functions of each (`engine/kernels/fusion.py`). Eager GELU uses torch's own kernels. Its forward always does,
-since it is one operator.
+`fusion` runs the forward and the backward (`engine/kernels/fusion.py`). Eager GELU uses torch's own kernels. Compiled GELU uses
+torch's forward too, because it is a single operator.
 """
 
 import math
@@ -24,10 +24,10 @@ from triaxis.engine.numerics.precision import accumulate
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """The functions of an activation: x [.., f] -> [.., f], and (x, grad [.., f]) -> grad of x.
+    """An activation's functions: x [.., f] -> [.., f], and (x, grad [.., f]) -> gradient for x.
 
-    A gated activation takes x = [gate | up], [.., 2f]. Eager code uses `eager_backward`: torch's own kernels write each half of the
-    gradient in its place, two passes over memory less than `cat`. Compiled code cannot, since `out` must be a whole tensor there.
+    A gated activation takes x = [gate | up], [.., 2f]. In `eager_backward`, torch's own kernels write each half of the gradient in
+    place, which saves two passes over memory compared with `cat`. Compiled code cannot, because there `out` must be a whole tensor.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -37,12 +37,12 @@ class _Activation:
 
 
 class ActivationKernel:
-    """The nonlinearity of an MLP: x [.., f], or [gate | up] [.., 2f] for a gated one -> [.., f].
+    """An MLP's nonlinearity: x [.., f], or [gate | up] [.., 2f] if gated, -> [.., f].
 
     Args:
-        name: name of the activation.
-        fusion: runner of the two functions.
-        add_total: function that takes, in the backward, the gradient of x summed over tokens: the gradient of a bias.
+        name: activation name in the configuration.
+        fusion: runner for the forward and the backward.
+        add_total: function that the backward calls with x's gradient summed over tokens, which is the bias gradient.
         lengths: lengths that one compiled kernel accepts.
 
     Raises:
@@ -57,7 +57,7 @@ class ActivationKernel:
         if add_total is not None:
             self.backward = partial(fusion(_backward_and_total, lengths=lengths), backward)
         self.add_total = add_total
-        # For a single operator autograd already has a backward of one operator.
+        # Autograd's backward for a single operator is itself a single operator.
         self.has_backward = add_total is not None or not kind.is_one_operator
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class ActivationKernel:
 
 
 class _Activated(torch.autograd.Function):
-    """An activation that saves only its input and recomputes all other values in the backward."""
+    """An activation that saves only its input and recomputes everything else in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kernel: ActivationKernel) -> torch.Tensor:
@@ -87,7 +87,7 @@ class _Activated(torch.autograd.Function):
 def _backward_and_total(
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of x, and its sum over tokens."""
+    """Compute x's gradient, and its sum over tokens."""
     grad_x = backward(x, grad)
     return grad_x, total_of(grad_x)
 
@@ -98,7 +98,7 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return [dy up silu'(gate) | dy silu(gate)] with silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))."""
+    """Compute [dy up silu'(gate) | dy silu(gate)], where silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))."""
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
     sigmoid = gate.sigmoid()
     slope = sigmoid * (1 + gate * (1 - sigmoid))
@@ -106,7 +106,7 @@ def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute `_swiglu_backward` and write each half of the result in its place."""
+    """Compute `_swiglu_backward`, writing each half of the result in place."""
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)
@@ -121,9 +121,10 @@ def _geglu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return [dy up g'(gate) | dy g(gate)] with g(z) = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3).
+    """Compute [dy up g'(gate) | dy g(gate)] for GELU's tanh approximation g.
 
-    Then g'(z) = (1 + t) / 2 + z (1 - t^2) / 2 sqrt(2 / pi) (1 + 0.134145 z^2).
+    g(z)  = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3);
+    g'(z) = (1 + t) / 2 + z (1 - t^2) / 2 sqrt(2 / pi) (1 + 0.134145 z^2)
     """
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
     share, slope = _tanh_share_and_slope(gate)
@@ -131,7 +132,7 @@ def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _tanh_share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return g(z) / z = (1 + t) / 2 and g'(z) of GELU's tanh approximation."""
+    """Compute g(z) / z = (1 + t) / 2 and g'(z) for GELU's tanh approximation."""
     scale, square = math.sqrt(2 / math.pi), z * z
     t = torch.tanh(scale * z * (1 + 0.044715 * square))
     share = 0.5 * (1 + t)
@@ -139,7 +140,7 @@ def _tanh_share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _geglu_tanh_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute `_geglu_tanh_backward` and write each half of the result in its place."""
+    """Compute `_geglu_tanh_backward`, writing each half of the result in place."""
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)
@@ -154,20 +155,20 @@ def _geglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return [dy up g'(gate) | dy g(gate)]: g(z) = z P(z), P the normal distribution (1606.08415), g'(z) = P(z) + z P'(z)."""
+    """Compute [dy up g'(gate) | dy g(gate)]: g(z) = z P(z), P the normal distribution (1606.08415), g'(z) = P(z) + z P'(z)."""
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
     share, slope = _share_and_slope(gate)
     return torch.cat((grad * up * slope, grad * gate * share), dim=-1).to(x.dtype)
 
 
 def _share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return g(z) / z = P(z) and g'(z) of GELU."""
+    """Compute g(z) / z = P(z) and g'(z) for GELU."""
     below = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
     return below, below + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
 
 def _geglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute `_geglu_backward` and write each half of the result in its place."""
+    """Compute `_geglu_backward`, writing each half of the result in place."""
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)
@@ -181,7 +182,7 @@ def _squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _squared_relu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return dx = 2 dy max(x, 0)."""
+    """Compute dx = 2 dy max(x, 0)."""
     return x.relu().mul_(grad).mul_(2)
 
 

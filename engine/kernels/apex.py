@@ -1,11 +1,12 @@
-"""The kernel of apex's FusedAdam: AdamW of many tensors in one launch.
+"""apex's FusedAdam kernel: AdamW for many tensors in one launch.
 
     g <- g inv_scale,  m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2
     w <- w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay w)             (1711.05101, algorithm 2)
 
-All arithmetic is in fp32, bias corrections too: 1 - 0.999 has a relative error of 5e-5, so the first updates differ from torch's by
-up to that. The learning rate, step, scale and skip are read on the device. apex's optimizer class is not used: it owns whole
-parameters and allocates masters and moments. Here they are parts of flat buffers, which the engine saves and reshards.
+All arithmetic is in fp32, including bias corrections. There, 1 - 0.999 has a relative error of 5e-5, so the first updates may
+differ from torch's by that much. The kernel reads the learning rate, step, scale and skip flag on the device. apex's optimizer
+class is not used: it owns whole parameters and allocates masters and moments. Here they are parts of flat buffers that the engine
+saves and reshards.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +18,23 @@ from pathlib import Path
 import torch
 
 ADAMW_MODE = 1
-"""apex's mode of decoupled weight decay; 0 is L2."""
+"""apex's mode for decoupled weight decay; 0 is L2."""
 CHUNK = 2048 * 32
 """Elements per thread block, as in apex's own applier."""
 MOST = 2**30
-"""Most elements of one tensor in a call, since apex counts them in 32 bits."""
+"""Maximum elements per tensor in a call, because apex counts them in 32 bits."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Apex:
-    """The update functions of an installed apex.
+    """The update functions from an installed apex.
 
     Attributes:
         adam: `amp_C.multi_tensor_adam_capturable`, over lists [g, w, m, v].
-        adam_with_masters: `amp_C.multi_tensor_adam_capturable_master`, over lists [g, parameters, m, v, w]: w is the fp32 master,
-            and the parameters are its copy in the dtype of the gradients.
+        adam_with_masters: `amp_C.multi_tensor_adam_capturable_master`, over lists [g, parameters, m, v, w]. The fp32 master is w;
+            the parameters are its copy in the gradients' dtype.
     """
 
     adam: Callable[..., None]
@@ -54,10 +55,10 @@ class Apex:
         """Update flat tensors [n] in place, and scale the gradients in place; if `skip` is 1, change nothing.
 
         Args:
-            lists: lists of tensors in the order of `adam` (4) or `adam_with_masters` (5); moments are fp32.
-            lr, scale: learning rate and factor of the gradients, fp32 [1].
-            betas, eps, decay: hyperparameters of AdamW.
-            step: number of the update from 1, int32 [1].
+            lists: tensor lists in the order that `adam` (4) or `adam_with_masters` (5) takes; moments are fp32.
+            lr, scale: learning rate and gradient factor, fp32 [1].
+            betas, eps, decay: AdamW hyperparameters.
+            step: update number from 1, int32 [1].
             skip: 1 to skip the update, else 0, int32 [1].
         """
         kernel = self.adam_with_masters if len(lists) == 5 else self.adam
@@ -70,7 +71,7 @@ def open_apex() -> Apex:
     """Import apex's kernels.
 
     Raises:
-        ImportError: they are not installed; the message tells if another package named apex is.
+        ImportError: the kernels are not installed; the message states whether another package named apex is.
     """
     try:
         kernels = import_module("amp_C")
@@ -80,7 +81,7 @@ def open_apex() -> Apex:
 
 
 def apex_failure(device: torch.device) -> str:
-    """Compare a small update by apex with torch's; return the reason if it fails or differs, else ""."""
+    """Compare a small apex update with torch's; return the reason if it fails or differs, else ""."""
     generator = torch.Generator().manual_seed(1)
     g, w, m = (torch.randn(64, generator=generator).to(device) for _ in range(3))
     v = m.square()
@@ -107,7 +108,7 @@ def apex_failure(device: torch.device) -> str:
 
 
 def apex_refusal(device: torch.device, reason: str) -> str:
-    """Return the config problem for `kernels.optimizer = apex` where it does not run."""
+    """Word the config problem for `kernels.optimizer = apex` on a device where it does not run."""
     return (
         f"kernels.optimizer = apex does not run here, on {device.type} ({reason}). Another kernel would have other bits than what "
         "was asked for. NVIDIA's apex is built from its sources (github.com/NVIDIA/apex, with its C++ and CUDA extensions). "

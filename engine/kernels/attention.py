@@ -1,15 +1,15 @@
 """Attention by the kernel named in the configuration.
 
     sdpa                       torch chooses a kernel for the shapes; `attention_trials.chosen` names it
-    flash, cudnn, efficient    the named backend of torch, or an error before anything is built (`attention_trials.py`)
-    varlen                     flash attention on a GPU, with windows, documents, sinks and parts of rows
+    flash, cudnn, efficient    the named torch backend, or an error before anything is built (`attention_trials.py`)
+    varlen                     flash attention on a GPU, with windows, documents, sinks and row parts
     te                         Transformer Engine's attention, with windows (`te_attention.py`)
-    blocks                     plain operators by blocks of queries: runs anywhere, with everything, even capped logits
+    blocks                     plain operators by query blocks: runs anywhere, with everything, even capped logits
     math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
-    explicit                   plain operators that materialise the probabilities (`explicit_attention.py`): alone has dropout
+    explicit                   plain operators that materialise the probabilities (`explicit_attention.py`): only it has dropout
 
-For plain causal attention all but te, blocks and explicit call torch's scaled_dot_product_attention. On the CPU sdpa and flash also
-have windows, documents, sinks and parts. Only explicit saves the probabilities.
+For plain causal attention, all kernels except te, blocks and explicit call torch's scaled_dot_product_attention. On the CPU, sdpa
+and flash also support windows, documents, sinks and parts. Only explicit saves the probabilities.
 """
 
 from contextlib import nullcontext
@@ -45,23 +45,23 @@ def attention(
 
     Args:
         kernel: name in `triaxis.engine.config.attention_kernels.ATTENTION_KERNELS`.
-        q, k, v: operands of one dtype; d_v <= d.
-        mask: restriction of the visible keys beyond causality; its documents and part are on q's device.
-        is_causal: whether queries see no later keys (s_k = s, or a part); if false, s = 1, at the last of the s_k positions.
-        scale: factor of the logits; None means d ** -0.5.
-        softcap: c of the capped logits c tanh(logit / c), or None.
-        sinks: logit per head [n] in the denominator of the softmax, or None.
+        q, k, v: operands with one dtype; d_v <= d.
+        mask: restriction on the visible keys beyond causality; its documents and part are on q's device.
+        is_causal: whether queries see no later keys (s_k = s, or a part); if false, s = 1, at the last position among s_k.
+        scale: logit factor; None means d ** -0.5.
+        softcap: cap c in c tanh(logit / c), or None for uncapped logits.
+        sinks: one logit per head [n] in the softmax's denominator, or None.
         te: Transformer Engine's attention, for the kernel `te`.
-        drop: dropout of the probabilities, for the kernel `explicit`.
+        drop: dropout on the probabilities, for the kernel `explicit`.
 
     Raises:
-        RuntimeError: the kernel cannot compute this.
+        RuntimeError: the kernel does not support what the arguments ask for.
     """
     if kernel == "explicit" and drop is not None:
         return explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, drop=drop)
     size, record = v.shape[-1], ATTENTION_KERNELS[kernel]
     if size != q.shape[-1] and not record.has_value_size:
-        # torch's fast kernels need d_v = d; for other sizes torch would choose, on the CPU, one that saves the probabilities.
+        # torch's fast kernels need d_v = d. For other sizes, torch's choice on the CPU would save the probabilities.
         v = F.pad(v, (0, q.shape[-1] - size))
     window, documents = mask.window, mask.documents
     if window is not None and window >= k.shape[2]:
@@ -85,11 +85,11 @@ def attention(
 
 
 def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None) -> Kernel:
-    """Build the kernel of this name for a mask.
+    """Build the named kernel for a mask.
 
     Raises:
-        RuntimeError: it has no windows, documents and sinks on this device, or no cap. varlen is not refused here but by torch
-            when it runs, since a footprint runs it on CPU tensors without memory.
+        RuntimeError: the kernel has no windows, documents and sinks on this device, or no cap. varlen is an exception: torch
+            refuses it at run time, because a footprint runs it on CPU tensors without memory.
     """
     record = ATTENTION_KERNELS[name]
     if softcap is not None and record.lacks(frozenset({"softcap"})):

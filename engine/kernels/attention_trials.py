@@ -1,4 +1,4 @@
-"""Trials of attention kernels: each is run on a short sequence, forward and backward, before anything is built."""
+"""Trials that run attention kernels on a short sequence, forward and backward, before anything is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ _TRIED_LENGTH = 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The facts that decide whether a kernel runs: heads of one rank, their sizes, dtype, device and the mask's features.
+    """The facts that decide whether a kernel runs: one rank's heads, their sizes, dtype, device and the mask's features.
 
     Attributes:
-        value_dim: size of values; None means `head_dim`, the size of queries and keys.
+        value_dim: value size per head; None means `head_dim`, the query and key size.
     """
 
     num_heads: int
@@ -74,13 +74,13 @@ def _failure(kernel: str, shape: AttentionShape, run: Callable[[], None]) -> str
     try:
         run()
     except (RuntimeError, AttributeError) as error:  # AttributeError: this torch has no such operator
-        # Only the first sentence: those after it list torch's reasons against every backend.
+        # Keep only the first sentence. The following ones list torch's reasons against every backend.
         return str(error).splitlines()[0].partition(". ")[0].rstrip(".")
     return ""
 
 
 def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
-    """Return the config problem for a named kernel that does not run here."""
+    """Word the config problem for a named kernel that does not run here."""
     dtype = str(shape.dtype).removeprefix("torch.")
     other = "sdpa" if shape.pattern.is_plain else "auto"
     return (
@@ -92,7 +92,7 @@ def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
 
 
 def chosen(shape: AttentionShape) -> str:
-    """Return torch's name of its choice for `sdpa`: FlashAttentionForCpu, CudnnAttention, ..., or math."""
+    """Return torch's name for its `sdpa` choice: FlashAttentionForCpu, CudnnAttention, ..., or math."""
     with torch.enable_grad():
         node = _trial("sdpa", replace(shape, pattern=PLAIN)).grad_fn
     name = "" if node is None else node.name()
@@ -107,12 +107,12 @@ def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
 
 
 def _try_part(kernel: str, shape: AttentionShape) -> None:
-    """Attend from the second and the last quarter of a row, forward and backward, and compare with plain operators.
+    """Attend from a row's second and last quarters, forward and backward, and compare with plain operators.
 
-    With fewer queries than keys, some kernels silently align the causal mask with the first key, not with the last.
+    With fewer queries than keys, some kernels silently align the causal mask with the first key instead of the last.
 
     Raises:
-        RuntimeError: the kernel cannot compute this, or aligns the mask with the first key.
+        RuntimeError: the kernel does not support parts, or aligns the mask with the first key.
     """
     quarter = _TRIED_LENGTH // 4
     _, options = _asked(replace(shape, pattern=replace(shape.pattern, parts=False)))
@@ -130,17 +130,17 @@ def _try_part(kernel: str, shape: AttentionShape) -> None:
     for name in (kernel, "blocks"):
         q, k = (each.to(shape.device, shape.dtype).requires_grad_() for each in numbers)
         by_name = masked_kernel(name, shape.device, mask, None, options["softcap"])
-        # Values have the size of keys: `attention` pads smaller ones for such kernels.
+        # Values are as wide as keys here: for such kernels `attention` pads narrower values.
         found.append(masked_attention(by_name, q, k, k, options["sinks"]))
         found[-1].sum().backward()
     mine_out, plain = (each.detach().double() for each in found)
-    # In a footprint, tensors have no values to compare.
+    # A footprint's tensors have no values to compare.
     if not isinstance(plain, FakeTensor) and (mine_out - plain).norm() > 0.05 * plain.norm():
         raise RuntimeError("its causal mask does not end at the last query and the last key")
 
 
 def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
-    """Make a mask and other arguments of `attention` that use every feature of the shape's pattern."""
+    """Build a mask and the other `attention` arguments that use every feature in the shape's pattern."""
     pattern, device = shape.pattern, shape.device
     halves = Documents.of([[_TRIED_LENGTH // 2] * 2]).map(lambda tensor: tensor.to(device))
     mask = Mask(_TRIED_LENGTH // 4 if pattern.windows else None, halves if pattern.documents else None)

@@ -1,7 +1,7 @@
-"""The gradient of a bias, summed in the function that computes the gradient of the linear layer's output.
+"""Bias gradients, summed in the function that computes dY, the gradient for the linear layer's output.
 
-A bias is added to every token, so its gradient is dY summed over tokens. The function that computes dY has it in registers or in a
-cache; a later sum by the layer would read it from memory once more.
+A bias is added to every token, so its gradient is dY summed over tokens. The function that computes dY still has it in registers or
+in a cache; a later sum in the layer would read it from memory once more.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from triaxis.engine.numerics.precision import accumulation_dtype
 
 AddTotal = Callable[[torch.Tensor], None] | None
-"""A function that takes a gradient summed over tokens, [n] in the accumulation dtype; None if no sum is wanted."""
+"""Callback for a gradient summed over tokens, [n] in the accumulation dtype; None if no sum is wanted."""
 
 
 def total_of(grad: torch.Tensor) -> torch.Tensor:

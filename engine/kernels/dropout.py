@@ -1,4 +1,4 @@
-"""The kernel of dropout: a hash of an element's key and position decides (`engine/tensor_parallel/dropout.py` makes both)."""
+"""Dropout decided by hashing each element's key and position, which `engine/tensor_parallel/dropout.py` makes."""
 
 from typing import Any
 
@@ -17,16 +17,16 @@ def keyed_dropout(
     p: float,
     fusion: Fusion,
 ) -> torch.Tensor:
-    """Zero elements of x with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
+    """Zero x's elements with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
 
-    An element is kept if the hash of its key and position is at least p 2^32, so the mask is the same in every layout.
+    An element is kept if its key and position hash to at least p 2^32, so the mask is the same in every layout.
 
     Args:
-        x: tensor of any float dtype.
-        residual: tensor of x's shape, or None.
+        x: tensor in any float dtype.
+        residual: tensor with x's shape, or None.
         keys, positions: int64 tensors, broadcastable to x.
-        p: probability of zeroing, 0 < p < 1.
-        fusion: runner of the forward.
+        p: dropout probability, 0 < p < 1.
+        fusion: runner for the forward.
     """
     return _KeyedDropout.apply(x, residual, keys, positions, p, fusion)
 
@@ -61,7 +61,7 @@ class _KeyedDropout(torch.autograd.Function):
 def _dropped(
     x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x f, and f."""
+    """Compute (x f, f)."""
     keep = keyed_hash(keys, positions) >= int(p * 2**32)
     factor = keep.to(accumulation_dtype(x.dtype)).mul_(1.0 / (1.0 - p)).to(x.dtype)
     return x * factor, factor
@@ -70,11 +70,11 @@ def _dropped(
 def _dropped_on(
     residual: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return residual + x f, and f."""
+    """Compute (residual + x f, f)."""
     dropped, factor = _dropped(x, keys, positions, p)
     return residual + dropped, factor
 
 
 def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Hash each element to a number in [0, 2^32): the upper half of splitmix64's mix of key + (position + 1) golden."""
+    """Hash each element to [0, 2^32): mix key + (position + 1) golden as splitmix64 does, and take the upper half."""
     return shift_right(mix_words_(keys + (positions + 1) * GOLDEN), 32)

@@ -8,7 +8,7 @@ from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.numerics.precision import accumulate
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
-"""A function that applies dropout to probabilities [b, n, s, s_k]."""
+"""Function that applies dropout to probabilities [b, n, s, s_k]."""
 
 
 def explicit_attention(
@@ -22,13 +22,15 @@ def explicit_attention(
     sinks: torch.Tensor | None,
     drop: Drop,
 ) -> torch.Tensor:
-    """Compute attention with its probabilities [b, n, s, s_k] materialised: q, k [b, n, s, d], v [b, n, s, d_v] -> [b, n, s, d_v].
+    """Compute attention with its probabilities [b, n, s, s_k] materialised.
+
+    The shapes are q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
     Args:
-        q, k, v: operands; the queries are the last s of the s_k positions (or the mask's part), and k and v may have fewer heads.
-        mask: restriction of the visible keys beyond causality.
-        scale, softcap, sinks: as in `triaxis.engine.kernels.attention.attention`.
-        drop: dropout of the probabilities.
+        q, k, v: operands; the queries are at the last s positions among s_k, or at the mask's part.
+        mask: restriction on the visible keys beyond causality.
+        scale, softcap, sinks: same as in `triaxis.engine.kernels.attention.attention`.
+        drop: dropout on the probabilities.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -45,7 +47,7 @@ def explicit_attention(
 
 
 def _unseen(mask: Mask, s: int, s_k: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of hidden keys: bool [s, s_k], or [b, 1, s, s_k] with documents or a part."""
+    """Build the hidden-key mask: bool [s, s_k], or [b, 1, s, s_k] with documents or a part."""
     keys = torch.arange(s_k, device=device)
     queries = keys[s_k - s :] if mask.part is None else mask.part.positions.unsqueeze(1)
     unseen = keys > queries.unsqueeze(-1)

@@ -1,7 +1,8 @@
-"""Flash attention on a GPU, bf16 and fp16: windows by its own arguments, documents by their boundaries, parts of rows.
+"""Flash attention on a GPU in bf16 and fp16, with windows, documents and row parts.
 
-Sinks need a gradient through the log-sum-exp, which torch's function (`torch.nn.attention.varlen`) does not have, so its operators
-are called directly. A dense call takes whole rows; a packed call takes documents of any length one after the other.
+Sinks need a gradient through the log-sum-exp. torch's function (`torch.nn.attention.varlen`) lacks it, so its operators are called
+directly. Windows are arguments of the kernel. A dense call takes whole rows; a packed call takes documents of any length one after
+the other, separated by their boundaries.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from triaxis.engine.numerics.precision import accumulation_dtype
 
 
 def varlen(mask: Mask, scale: float | None, softcap: None) -> "Varlen | VarlenParts":
-    """Build the kernel for a mask: for whole rows, or for parts of them. It has no cap of the logits."""
+    """Build the kernel for a mask over whole rows or over row parts; it cannot cap logits, so `softcap` is always None."""
     return Varlen(mask, scale) if mask.part is None else VarlenParts(mask, scale)
 
 
@@ -60,7 +61,7 @@ class Varlen:
         return x.transpose(1, 2)
 
     def _bounds(self, s: int) -> "_Bounds":
-        """Return the documents' boundaries and the longest length, each for queries and for keys; (None, (s, s)) for whole rows."""
+        """Return the documents' boundaries and longest length, each for queries and keys; (None, (s, s)) for whole rows."""
         documents = self.mask.documents
         if documents is None:
             return None, (s, s)
@@ -72,10 +73,10 @@ class Varlen:
 
 @dataclass(frozen=True, slots=True)
 class VarlenParts:
-    """The kernel for queries that are a part of the keys' rows: one call per stretch of them.
+    """The kernel for queries that are part of the keys' rows, with one call per stretch of queries.
 
-    The kernel's causal mask is aligned with the last query and the last key of a document (flash attention from 2.1 on). So the
-    keys of a call end where its stretch of queries ends.
+    The kernel's causal mask is aligned with a document's last query and last key (flash attention from 2.1 on). Each call's keys
+    therefore end where its query stretch ends.
     """
 
     mask: Mask
@@ -105,7 +106,7 @@ class VarlenParts:
         lse: torch.Tensor,
     ) -> Tensors3:
         grad_q = torch.empty_like(q)
-        # Several stretches add to one key.
+        # Several stretches may add to the same key.
         wide = accumulation_dtype(q.dtype)
         grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
         for stretch in self._stretches():
@@ -127,29 +128,29 @@ class VarlenParts:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Tokens [start, stop) of one row as the kernel takes them, [tokens, n, d], or of all rows, [b, tokens, n, d]."""
+    """Tokens [start, stop) as the kernel takes them: [tokens, n, d] in one row, or [b, tokens, n, d] in all rows."""
 
     row: int | slice
     run: tuple[int, int]
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """View the tokens of x [b, n, s, d]."""
+        """View these tokens in x [b, n, s, d]."""
         return self._part(x).transpose(-3, -2)
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values to the tokens of x."""
+        """Write values to these tokens in x."""
         self._part(x).copy_(values.transpose(-3, -2))
 
     def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Add values to the tokens of x."""
+        """Add values to these tokens in x."""
         self._part(x).add_(values.transpose(-3, -2))
 
     def put_logarithms(self, lse: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the log-sum-exp of the tokens, [n, tokens] or [b, n, tokens], into [b, n, s]."""
+        """Write these tokens' log-sum-exp, [n, tokens] or [b, n, tokens], into lse [b, n, s]."""
         self._part(lse).copy_(values)
 
     def cut_logarithms(self, lse: torch.Tensor) -> torch.Tensor:
-        """Return the log-sum-exp of the tokens, contiguous as the kernel requires."""
+        """Select these tokens' log-sum-exp, contiguous as the kernel requires."""
         return self._part(lse).contiguous()
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,12 +162,12 @@ def _of_stretch(stretch: RowStretch, run: tuple[int, int]) -> _Tokens:
 
 
 _Bounds = tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[int, int]]
-"""Boundaries of documents among queries and among keys (None for whole rows), and the longest document of each."""
+"""Document boundaries among queries and among keys (None for whole rows), and each one's longest document."""
 
 
 def flash_options(mask: Mask, scale: float | None) -> dict[str, Any]:
     """Return the kernel's arguments for a window and a scale."""
-    # The kernel counts keys to the left of the query, which sees itself too; -1 means all.
+    # The kernel counts keys to the left of the query, which also sees itself; -1 means all.
     left = -1 if mask.window is None else mask.window - 1
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
@@ -179,13 +180,16 @@ def flash_forward(
     longest: tuple[int, int],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the kernel: q, k, v [b, s, n, d] or [tokens, n, d] -> the output, and its log-sum-exp fp32 [b, n, s] or [n, tokens].
+    """Call the kernel and compute the output and its log-sum-exp.
 
     Args:
-        q, k, v: operands; with more keys than queries, the queries are at the last positions.
-        boundaries: boundaries of the documents among queries and among keys; None for whole rows.
-        longest: most queries and most keys of a document.
+        q, k, v: operands [b, s, n, d] or [tokens, n, d]; with more keys than queries, the queries are at the last positions.
+        boundaries: document boundaries among queries and among keys; None for whole rows.
+        longest: maximum queries and maximum keys in a document.
         options: result of `flash_options`.
+
+    Returns:
+        The output in q's shape, and the log-sum-exp, fp32 [b, n, s] or [n, tokens].
     """
     is_causal = options["window_size_left"] < 0
     of_queries, of_keys = (None, None) if boundaries is None else boundaries
@@ -206,9 +210,9 @@ def flash_backward(
     longest: tuple[int, int],
     **options: Any,
 ) -> Tensors3:
-    """Call the backward of `flash_forward`: the gradients of q, k and v."""
+    """Call the kernel's backward and compute the gradients for q, k and v; arguments as in `flash_forward`."""
     is_causal = options["window_size_left"] < 0
-    # The random state of dropout, which is off.
+    # The random state for dropout, which is off.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     of_queries, of_keys = (None, None) if boundaries is None else boundaries
     return torch.ops.aten._flash_attention_backward(

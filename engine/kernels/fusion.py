@@ -1,10 +1,10 @@
-"""The runner of elementwise functions: operator by operator (`eager`), or as few kernels by torch.compile (`compiled`).
+"""The runner for elementwise functions: operator by operator (`eager`), or as few kernels by torch.compile (`compiled`).
 
     eager      every operator reads its inputs from memory and writes its output there
     compiled   intermediate values stay in registers, so there are one or two passes over memory, not one per operator
 
-Fused functions are pure (they may write to their own temporaries) and contain no autograd and no communication: the forward and the
-backward of a kernel are two functions. The compiler sees only them, never a model.
+Fused functions are pure (they may write to their own temporaries) and contain no autograd and no communication. A kernel's forward
+and backward are two separate functions. The compiler sees only these functions, never a model.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,7 +18,7 @@ from triaxis.engine.program import pip_install
 Form = Literal["eager", "compiled"]
 
 Lengths = Literal["fixed", "rows", "all"]
-"""Lengths that one compiled kernel accepts: a single shape, any first dim, or any length of every dim."""
+"""Lengths that one compiled kernel accepts: a single shape, any first dim, or any length in every dim."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,19 +41,19 @@ class Fusion:
     def __call__(self, function: Function, *, lengths: Lengths = "fixed", variant: Hashable = None) -> Function:
         """Return `function`, or its compiled form.
 
-        A kernel is compiled per shape; there are few, since microbatches are alike. Sizes that vary by call need other `lengths`.
+        Each shape has its own kernel. Shapes are few, since microbatches are alike; sizes that vary by call need other `lengths`.
 
         Args:
             function: pure function, as above.
-            lengths: lengths that one kernel accepts; the rows of experts vary in the first dim.
-            variant: key of a separate compiled copy, such as the shapes. torch compiles one function at most 8 times and checks at
-                each call which form fits, so a function of many shapes gets a copy for each.
+            lengths: lengths that one kernel accepts; expert rows vary in the first dim.
+            variant: key for a separate compiled copy, such as the shapes. torch compiles one function at most 8 times and checks at
+                each call which form fits, so a function with many shapes gets one copy per shape.
         """
         if not self.is_compiled:
             return function
         key = (function, lengths, variant)
         if key not in self._compiled:
-            # On one shared function, a kernel for any rows would also serve fixed shapes, more slowly, and use up one of the 8.
+            # On a shared function, a kernel for any rows would also serve fixed shapes, more slowly, and use up one of the 8.
             is_alone = variant is None and lengths == "fixed"
             copy = function if is_alone else _copy(function, len(self._compiled))
             self._compiled[key] = compiled(copy, lengths)
@@ -61,7 +61,7 @@ class Fusion:
 
 
 EAGER = Fusion("eager")
-"""The eager runner, for shapes that change with every call (a growing text) and would be compiled each time."""
+"""Eager runner for shapes that change with every call (a growing text) and would otherwise be compiled each time."""
 
 
 def compiler_failure(device: torch.device) -> str:
@@ -76,7 +76,7 @@ def compiler_failure(device: torch.device) -> str:
 
 
 def compiler_refusal(device: torch.device, reason: str) -> str:
-    """Return the config problem for a kernel `compiled` if no compiler works for `device`."""
+    """Word the config problem for `compiled` kernels when no compiler works for `device`."""
     needed = "" if device.type == "cpu" else f"triton  {pip_install('triton')}  and "
     return (
         f"kernels.elementwise or kernels.optimizer is `compiled`, and torch.compile makes no kernel for {device.type} "
@@ -99,9 +99,9 @@ def _copy(function: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 def compiled(function: Callable[..., Any], lengths: Lengths, **options: Any) -> Callable[..., Any]:
     """Compile a function of tensors and constants; `options` are torch.compile's."""
-    # With `fullgraph`, code that cannot be compiled, or a ninth shape, is an error instead of a silent slow path.
+    # With `fullgraph`, uncompilable code or a ninth shape raises an error instead of taking a silent slow path.
     made = torch.compile(function, fullgraph=True, dynamic=lengths == "all", **options)
-    # Detached, so that torch.compile does not compile weights and other leaves separately, nor trace autograd.
+    # Tensors are detached so that torch.compile neither compiles weights and other leaves separately nor traces autograd.
     given = _of_any_rows if lengths == "rows" else torch.Tensor.detach
 
     def call(*arguments: Any) -> Any:

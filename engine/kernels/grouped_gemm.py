@@ -1,11 +1,11 @@
-"""The GEMMs of several experts over rows ordered by expert.
+"""GEMMs for several experts over rows ordered by expert.
 
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
 
     loop      a GEMM per expert: any dtype and device, and the reference. The host reads the ends.
     grouped   one call for all experts, which reads the ends on the device; 16 and 32 bits
 
-Unused rows of a result are uninitialised.
+A result's unused rows are uninitialised.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +23,11 @@ ExpertKernel = Literal["loop", "grouped"]
 
 @dataclass(slots=True)
 class Ends:
-    """The end of each expert's rows, exclusive.
+    """The exclusive end of each expert's rows.
 
     Attributes:
         device: cumulative ends, int32 [experts].
-        host: the same numbers on the host, or None until they are read.
+        host: the same ends on the host, or None until they are read.
         reading: context manager around that read, which the ledger records.
     """
 
@@ -47,7 +47,7 @@ class Ends:
 
 
 def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, ends: Ends, kernel: ExpertKernel) -> torch.Tensor:
-    """Multiply the rows [R, in] of each expert by its matrix: [experts, in, out] -> [R, out]."""
+    """Multiply each expert's rows by its matrix: rows [R, in], matrices [experts, in, out] -> [R, out]."""
     if kernel == "grouped":
         product: torch.Tensor = F.grouped_mm(rows, matrices, offs=ends.device)
         return product
@@ -67,14 +67,16 @@ def add_grouped_products(
     overwrite: bool,
     weight_grad: WeightGradKernel = "separate",
 ) -> None:
-    """Add dY^T X of each expert's rows to its main grad (`overwrite`: assign it); an expert without rows adds zeros.
+    """Add dY^T X over each expert's rows to its main grad (`overwrite`: assign it); an expert without rows adds zeros.
 
     Args:
-        main_grads: main grads of the experts, [experts, out, in].
-        grad: dY [R, out].
-        rows: X [R, in].
+        main_grads: the experts' main grads, [experts, out, in].
+        grad: output gradient dY, [R, out].
+        rows: input rows X, [R, in].
         ends: end of each expert's rows.
-        weight_grad: kernel of each GEMM of the loop.
+        kernel: `loop` or `grouped`.
+        overwrite: whether to assign instead of add.
+        weight_grad: kernel for each GEMM in the loop.
     """
     if kernel == "grouped":
         add(main_grads, F.grouped_mm(grad.t(), rows, offs=ends.device), overwrite=overwrite)
@@ -88,8 +90,8 @@ def add_grouped_products(
 
 _TRIED_SIDE = 16
 _TRIED_ENDS = (0, 16, 16, 32, 32)
-"""Ends of experts with and without rows. torch's kernel for compute capability 10.0 may not write the gradient of an expert without
-rows (PyTorch's issue 172439)."""
+"""Ends for experts with and without rows. For an expert without rows, torch's kernel for compute capability 10.0 may leave the
+gradient unwritten (PyTorch issue 172439)."""
 
 
 def grouped_gemm_failure(dtype: torch.dtype, device: torch.device) -> str:
@@ -105,18 +107,18 @@ def grouped_gemm_failure(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _tried(dtype: torch.dtype, ends: Ends, kernel: ExpertKernel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute products and gradients of small matrices of ones, whose sums are exact in every dtype."""
+    """Compute products and gradients on small all-ones matrices, where sums are exact in every dtype."""
     rows = torch.ones(_TRIED_ENDS[-1], _TRIED_SIDE, dtype=dtype, device=ends.device.device)
     matrices = rows.new_ones(len(_TRIED_ENDS), _TRIED_SIDE, _TRIED_SIDE)
     product, grads = grouped_product(rows, matrices, ends, kernel), torch.zeros_like(matrices)
-    # torch's allocator gives this freed memory to the next tensor of its size, so elements that a kernel leaves unwritten are NaN.
+    # torch's allocator reuses this memory for the next tensor of equal size, so elements that a kernel leaves unwritten are NaN.
     torch.full_like(matrices, torch.nan)
     add_grouped_products(grads, rows, rows, ends, kernel, overwrite=True)
     return product, grads
 
 
 def grouped_gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
-    """Return the config problem for `kernels.experts = grouped` where it does not run."""
+    """Word the config problem for `kernels.experts = grouped` on a device where it does not run."""
     return (
         f"kernels.experts = grouped does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} (torch says: "
         f"{reason}). Another kernel would have other speed than what was asked for. kernels.experts=loop runs anywhere."

@@ -1,16 +1,16 @@
-"""Causal attention with windows, documents, sinks, parts of rows or capped logits, by kernels that lack them.
+"""Causal attention with windows, documents, sinks, row parts or capped logits, built from kernels that lack them.
 
     window      a query sees the last `window` keys, its own among them: keys > query - window
     documents   a query sees only its own document (`engine/data/documents.py`)
-    part        the queries are some stretches of a row, the keys the whole row (context parallelism)
+    part        the queries are stretches within a row, the keys the whole row (context parallelism)
     sinks       one learned logit per head in the softmax's denominator, with no value (gpt-oss)
     softcap     logits are capped, softcap tanh(logit / softcap), before the mask (Gemma 2)
 
-No [s, s] mask is built. Each stretch of tokens that see each other is computed by itself, and a window in blocks of queries against
-the keys that some of them see. So memory and FLOPs grow only with the visible keys. The kernels, all exact:
+No [s, s] mask is built. Each stretch of tokens that see each other is computed by itself. A window is computed by query blocks,
+each against the keys that some of its queries see. So memory and FLOPs grow only with the visible keys. The kernels, all exact:
 
     CpuFlash   torch's kernel for the CPU, any dtype; documents of equal length in one call
-    Blocks     plain operators on any device: only one block of queries has its scores in memory, in the forward and the backward
+    Blocks     plain operators on any device; forward and backward hold one query block's scores in memory at a time
     Varlen     flash attention on a GPU (`engine/kernels/flash_attention.py`)
 
 One autograd function saves q, k, v, the output and its log-sum-exp, as a fused kernel does.
@@ -30,17 +30,17 @@ from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 BLOCK = 256
-"""Most queries of a block."""
+"""Maximum queries per block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The restriction of the keys that each query sees, beyond causality.
+    """The restriction, beyond causality, on the keys that each query sees.
 
     Attributes:
-        window: number of keys that a query sees, its own among them; None for all before it.
-        documents: documents of the keys' rows; None if each row is one document.
-        part: part of the keys' rows that the queries are; None if the queries are the last positions (all, or one).
+        window: number of keys that a query sees, its own included; None for all keys up to its own.
+        documents: documents in the keys' rows; None if each row is one document.
+        part: queries' place in the keys' rows; None if the queries are at the last positions (all, or one).
     """
 
     window: int | None = None
@@ -49,14 +49,14 @@ class Mask:
 
 
 WHOLE = Mask()
-"""The causal mask alone."""
+"""The plain causal mask."""
 
 
 class Kernel(Protocol):
-    """Attention without sinks: q [b, n, s, d], k, v [b, n_kv, s_k, d]; `Blocks` also takes v [.., d_v], for an output [.., d_v]."""
+    """Attention without sinks: q [b, n, s, d], k, v [b, n_kv, s_k, d]. `Blocks` also takes v [.., d_v], with output [.., d_v]."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [b, n, s, d], and its log-sum-exp [b, n, s] in the accumulation dtype."""
+        """Compute the output [b, n, s, d] and its log-sum-exp [b, n, s], the latter in the accumulation dtype."""
         ...
 
     def backward(
@@ -68,9 +68,9 @@ class Kernel(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> Tensors3:
-        """Return the gradients of q, k and v, the last two in their dtype or in the accumulation dtype.
+        """Compute the gradients for q, k and v; those for k and v may be in the accumulation dtype.
 
-        With sinks, `lse` is larger than the forward's, and `out` smaller by the factor exp(forward's lse - lse).
+        With sinks, `lse` is larger than the forward's, and `out` is smaller by the factor exp(forward's lse - lse).
         """
         ...
 
@@ -78,7 +78,7 @@ class Kernel(Protocol):
 def masked_attention(
     kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute attention by a kernel, with sinks [n] or None: q [b, n, s, d], k, v [b, n_kv, s_k, d] -> [b, n, s, d]."""
+    """Compute attention with autograd: q [b, n, s, d], k, v [b, n_kv, s_k, d], sinks [n] or None -> [b, n, s, d]."""
     return _Attention.apply(q, k, v, sinks, kernel)
 
 
@@ -88,7 +88,7 @@ def attend(
     """Compute the output and its log-sum-exp, both with sinks, outside autograd.
 
     A sink adds exp(sink) to each row's sum: lse' = log(exp(lse) + exp(sink)), out' = out exp(lse - lse'). Its value is zero, so the
-    kernel's backward is correct when given out' and lse': it computes P' = exp(scores - lse') and D' = rowsum(dO out').
+    kernel's backward is correct when given out' and lse'. The backward computes P' = exp(scores - lse') and D' = rowsum(dO out').
     """
     out, lse = kernel.forward(q, k, v)
     if sinks is None:
@@ -100,7 +100,7 @@ def attend(
 def grad_of_sinks(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the gradient of the sinks [n]: -sum over rows of P D', where P = exp(sink - lse') is a sink's probability."""
+    """Compute the sinks' gradient [n], -sum_rows P D', where P = exp(sink - lse') is a sink's probability."""
     if sinks is None:
         return None
     share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()
@@ -108,7 +108,7 @@ def grad_of_sinks(
 
 
 class _Attention(torch.autograd.Function):
-    """The kernel's own forward and backward, each run once."""
+    """Attention that runs the kernel's own forward and backward once each."""
 
     @staticmethod
     def forward(
@@ -130,20 +130,20 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Token ranges of one length: from each (row, start) in `starts`, or in all rows from the same start if it is an int."""
+    """Equally long token ranges: one from each (row, start) in `starts`, or from the same start in every row if it is an int."""
 
     starts: tuple[tuple[int, int], ...] | int
     length: int
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """Select the tokens of each range: x [b, n, s, ..] -> [ranges, n, length, ..]; a view if possible, else a copy."""
+        """Select each range's tokens: x [b, n, s, ..] -> [ranges, n, length, ..]; a view if possible, else a copy."""
         if isinstance(self.starts, int):
             return x[:, :, self.starts : self.starts + self.length]
         parts = [x[row, :, start : start + self.length] for row, start in self.starts]
         return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values [ranges, n, length, ..] to the ranges of x."""
+        """Write values [ranges, n, length, ..] to these ranges in x."""
         if isinstance(self.starts, int):
             x[:, :, self.starts : self.starts + self.length] = values
             return
@@ -151,7 +151,7 @@ class _Places:
             x[row, :, start : start + self.length] = part
 
     def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Add values [ranges, n, length, ..] to the ranges of x."""
+        """Add values [ranges, n, length, ..] to these ranges in x."""
         if isinstance(self.starts, int):
             x[:, :, self.starts : self.starts + self.length] += values
             return
@@ -159,7 +159,7 @@ class _Places:
             x[row, :, start : start + self.length] += part
 
     def part(self, first: int, stop: int) -> "_Places":
-        """Return the sub-ranges [first, stop) of all ranges."""
+        """Narrow every range to its tokens [first, stop)."""
         if isinstance(self.starts, int):
             return _Places(self.starts + first, stop - first)
         return _Places(tuple((row, start + first) for row, start in self.starts), stop - first)
@@ -167,12 +167,12 @@ class _Places:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Consecutive queries of a document, batched with those of equal length and position in other documents.
+    """Consecutive queries in a document, batched with runs at the same position and of the same length in other documents.
 
     Attributes:
-        queries: ranges of the queries.
-        keys: ranges of their documents' keys, from the document's first to that of the last query.
-        position: position of the first query among those keys.
+        queries: query ranges.
+        keys: key ranges, each from its document's first key to the last query's own key.
+        position: first query's position among those keys.
     """
 
     queries: _Places
@@ -181,9 +181,9 @@ class _Stretch:
 
 
 def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch]:
-    """Yield the stretches of all queries; ranges of equal length and position in their documents share one."""
+    """Yield all queries' stretches; ranges with equal length and position in their documents share one."""
     if mask.documents is None:
-        # If rows are not cut into documents, all have the same runs, so one stretch serves the batch.
+        # Without documents, all rows have the same runs, so one stretch serves the batch.
         runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
         start = 0
         for first, stop in runs:
@@ -209,12 +209,12 @@ def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The queries of one computation, and the keys that some of them see.
+    """The queries in one computation, and the keys that at least one of them sees.
 
     Attributes:
-        queries, keys: ranges of the queries and of the keys.
-        position: position of the first query among the keys.
-        window: window of the mask, or None if it hides none of the keys.
+        queries, keys: query ranges and key ranges.
+        position: first query's position among the keys.
+        window: mask's window, or None if it hides none of the keys.
     """
 
     queries: _Places
@@ -224,16 +224,16 @@ class _Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every query sees every key."""
+        """Whether every query sees every key."""
         return self.queries.length == 1
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the window hides an earlier key from some query."""
+        """Whether the window hides an earlier key from some query."""
         return self.window is not None and self.keys.length > self.window
 
     def seen(self, device: torch.device) -> torch.Tensor:
-        """Return the mask of visible keys, bool [queries, keys]."""
+        """Build the visible-key mask, bool [queries, keys]."""
         queries = torch.arange(self.position, self.keys.length, device=device).unsqueeze(1)
         keys = torch.arange(self.keys.length, device=device)
         seen = keys <= queries
@@ -241,7 +241,7 @@ class _Piece:
 
 
 def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
-    """Yield the pieces of an attention, with at most `block` queries each; if None, only a window cuts a stretch."""
+    """Yield an attention's pieces with at most `block` queries each; if it is None, only a window cuts a stretch."""
     for stretch in _stretches(mask, num_queries, num_keys):
         window = mask.window if mask.window is not None and mask.window < stretch.keys.length else None
         length = stretch.queries.length
@@ -249,7 +249,7 @@ def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> I
         for first in range(0, length, size):
             stop = min(first + size, length)
             position = stretch.position + first
-            # The block's first query sees back to `first_key`; no later query sees further back.
+            # The block's first query sees back to `first_key`, and later queries see no further back.
             first_key = 0 if window is None else max(0, position - window + 1)
             keys = stretch.keys.part(first_key, stretch.position + stop)
             yield _Piece(stretch.queries.part(first, stop), keys, position - first_key, window)
@@ -259,13 +259,13 @@ class _ByPieces:
     """A kernel that computes pieces one after the other.
 
     Args:
-        mask: restriction of the visible keys beyond causality.
-        scale: factor of the logits; None means d ** -0.5.
-        softcap: cap of the logits, which only `Blocks` has, or None.
+        mask: restriction on the visible keys beyond causality.
+        scale: logit factor; None means d ** -0.5.
+        softcap: logit cap, which only `Blocks` supports, or None.
     """
 
     block: int | None = None
-    """Most queries of a piece; None for whole stretches, unless there is a window."""
+    """Maximum queries per piece; None for whole stretches, unless there is a window."""
 
     def __init__(self, mask: Mask, scale: float | None, softcap: float | None = None) -> None:
         self.mask = mask
@@ -274,7 +274,7 @@ class _ByPieces:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b, n, s, _ = q.shape
-        # Allocated as [s, b, n, d_v], the order in which the next layer reads it.
+        # The memory order is [s, b, n, d_v], in which the next layer reads the output.
         out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
         for piece in _pieces(self.mask, s, k.shape[2], self.block):
@@ -294,7 +294,7 @@ class _ByPieces:
     ) -> Tensors3:
         wide = accumulation_dtype(q.dtype)
         grad_q = torch.empty_like(q)
-        # Several pieces add to one key.
+        # Several pieces may add to the same key.
         grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
         for piece in _pieces(self.mask, q.shape[2], k.shape[2], self.block):
             grad_part, q_part, out_part, lse_part = (piece.queries.cut(each) for each in (grad, q, out, lse))
@@ -308,7 +308,7 @@ class _ByPieces:
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the output and log-sum-exp of a piece."""
+        """Compute a piece's output and log-sum-exp."""
         raise NotImplementedError
 
     def part_backward(
@@ -321,15 +321,15 @@ class _ByPieces:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        """Compute the gradients of a piece's q, k and v."""
+        """Compute the gradients for a piece's q, k and v."""
         raise NotImplementedError
 
 
 class CpuFlash(_ByPieces):
     """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
 
-    Its causal mask is aligned with the first key. Queries that begin later in their document need two calls: one without a mask for
-    the keys before the queries, one with it for the others. The log-sum-exps weight the two outputs into one.
+    Its causal mask is aligned with the first key, so queries that begin later in their document need two calls. One call, without a
+    mask, takes the keys before the queries; the other, with the mask, takes the rest. The log-sum-exps weight the two outputs.
     """
 
     def part(
@@ -344,7 +344,7 @@ class CpuFlash(_ByPieces):
         if len(found) == 1:
             return found[0]
         (before, lse_before), (own, lse_own) = found
-        # softmax over both sets of keys = each call's softmax times its share exp(lse_i - lse) of the whole sum.
+        # The softmax over both key sets is each call's softmax times its share of the sum, exp(lse_i - lse).
         lse = torch.logaddexp(lse_before, lse_own)
         before, own = accumulate(before), accumulate(own)
         out = before * (lse_before - lse).exp_().unsqueeze(-1) + own * (lse_own - lse).exp_().unsqueeze(-1)
@@ -360,8 +360,8 @@ class CpuFlash(_ByPieces):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        # From the log-sum-exp over all keys, each call computes the probabilities of its keys among all.
-        # `out` is that of all keys too, as D = rowsum(dO O) needs.
+        # Given the log-sum-exp over all keys, each call computes its own keys' probabilities among all keys.
+        # `out` is also the output over all keys, as D = rowsum(dO O) requires.
         found = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *(grad, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, is_causal), attn_mask=mask, scale=self.scale
@@ -375,7 +375,7 @@ class CpuFlash(_ByPieces):
 
     @staticmethod
     def _calls(piece: _Piece, q: torch.Tensor) -> list[tuple[slice, bool, torch.Tensor | None]]:
-        """List (keys, whether the call is causal, additive mask [queries, keys] or None) of each call."""
+        """List each call's (keys, whether it is causal, additive mask [queries, keys] or None)."""
         if piece.is_whole:
             return [(slice(None), False, None)]
         if piece.is_cut:

@@ -4,11 +4,11 @@
     of a sum   y = x + f branch, n = norm(y)      a branch of the residual stream, and the norm that reads the sum
     backward   dx = dy + (the norm's gradient of y for dn), d branch = f dx
 
-Both save x (or y) and the norm's statistics, and have an explicit backward: autograd would save copies in the accumulation dtype
-and products that are cheap to recompute. Compiled together, a sum and its norm are one pass over memory each way. Apart, the norm
-reads y once more, and autograd adds the two gradients of y in a separate pass.
+Both forms save x (or y) and the norm's statistics, and have an explicit backward. Autograd would also save copies in the
+accumulation dtype and products that are cheap to recompute. Compiled together, a sum and its norm are one pass over memory each
+way. Apart, the norm reads y once more, and autograd adds y's two gradients in a separate pass.
 
-In eager mode, LayerNorm runs torch's own kernels everywhere, and RMSNorm does on a GPU.
+In eager mode, LayerNorm uses torch's own kernels everywhere, RMSNorm only on a GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +27,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class NormFunctions:
-    """The pure functions of a norm over the last dim.
+    """A norm's pure functions over the last dim.
 
     Attributes:
-        forward: function (x [.., h], eps, weights [h]) -> output, and statistics of each token.
-        backward: function (x, grad [.., h], dtype, weights and statistics) -> gradient of x, and of each weight in `dtype` (torch's
-            own kernels use the weights' dtype).
+        forward: function (x [.., h], eps, weights [h]) -> output, and per-token statistics.
+        backward: function (x, grad [.., h], dtype, weights and statistics) -> gradient for x, and for each weight in `dtype`
+            (torch's own kernels use the weights' dtype).
     """
 
     forward: Callable[..., Tensors]
@@ -43,9 +43,9 @@ class NormKernel:
     """A norm as a model runs it.
 
     Args:
-        name: name of the norm (`triaxis.engine.config.layer_kinds.NORMS`).
+        name: norm's name in `triaxis.engine.config.layer_kinds.NORMS`.
         eps: constant added to the variance or mean square.
-        fusion: runner of the functions.
+        fusion: runner for the functions.
 
     Raises:
         KeyError: no kernel has this name.
@@ -59,12 +59,12 @@ class NormKernel:
         self.add_and_norm_backward = partial(fusion(add_and_norm_backward), functions.backward)
 
     def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """Normalise x [.., h]; weights [h] in the order of `layer_kinds.Norm.parameters`."""
+        """Normalise x [.., h]; weights [h] are in `layer_kinds.Norm.parameters` order."""
         return _Normalised.apply(x, self, *weights)
 
 
 class _Normalised(torch.autograd.Function):
-    """The norm alone; it saves x, the weights and the statistics."""
+    """A norm without an addition; it saves x, the weights and the statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kernel: NormKernel, *weights: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ def add_and_norm(
     eps: float,
     *weights: torch.Tensor,
 ) -> Tensors:
-    """Return y = x + factor branch, its norm and the norm's statistics; x, branch [.., h]. A function for `Fusion`."""
+    """Compute y = x + factor branch, its norm and the norm's statistics; x, branch [.., h]. A function for `Fusion`."""
     y = torch.add(x, branch, alpha=factor)
     return y, *forward(y, eps, *weights)
 
@@ -102,12 +102,12 @@ def add_and_norm_backward(
     of_weights: torch.dtype,
     *weights_and_statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, *Tensors]:
-    """Return the gradients of x, of the branch (None if it equals that of x) and of each weight.
+    """Compute the gradients for x, the branch (None if equal to x's) and each weight.
 
-    A function for `Fusion`. In eager mode the addition is in place, in the tensor that the norm's backward returned.
+    This is a function for `Fusion`. In eager mode it adds in place, to the tensor that the norm's backward returned.
 
     Args:
-        grad_y, grad: gradients of y and of the norm's output.
+        grad_y, grad: gradients for y and for the norm's output.
     """
     grad_x, *grads = backward(y, grad, of_weights, *weights_and_statistics)
     grad_x = grad_x.add_(grad_y)
@@ -115,7 +115,7 @@ def add_and_norm_backward(
 
 
 def _layer_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor) -> Tensors:
-    """Return y = n w + b (1607.06450) with n = (x - mean) r, r = 1 / sqrt(variance + eps); and mean and r."""
+    """Compute y = n w + b (1607.06450) with n = (x - mean) r, r = 1 / sqrt(variance + eps); also return mean and r."""
     wide = accumulate(x)
     mean = wide.mean(-1, keepdim=True)
     centred = wide - mean
@@ -132,7 +132,7 @@ def _layer_norm_back(
     mean: torch.Tensor,
     r: torch.Tensor,
 ) -> Tensors:
-    """Return dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum of dy n over the tokens, db = sum of dy."""
+    """Compute dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum_tokens dy n, db = sum_tokens dy."""
     n = (accumulate(x) - mean) * r
     wide = accumulate(grad)
     grad_weight, grad_bias = (each.flatten(0, -2).sum(0) for each in (wide * n, wide))
@@ -162,7 +162,7 @@ def _gains(weight: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, offset: int = 0) -> Tensors:
-    """Return y = n g (1910.07467) with n = x r, r = 1 / sqrt(mean(x^2) + eps), gains g = offset + w; and r."""
+    """Compute y = n g (1910.07467) with n = x r, r = 1 / sqrt(mean(x^2) + eps), gains g = offset + w; also return r."""
     wide = accumulate(x)
     r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * r).mul_(_gains(weight, offset)).to(x.dtype), r
@@ -176,9 +176,9 @@ def _rms_norm_back(
     r: torch.Tensor,
     offset: int = 0,
 ) -> Tensors:
-    """Return dx = r (dy g - n mean(dy g n)), dw = sum of dy n over the tokens.
+    """Compute dx = r (dy g - n mean(dy g n)), dw = sum_tokens dy n.
 
-    The mean is a reduction over rows, as in the forward, so that the compiler reads x and dy only once.
+    The mean is a reduction over rows, as in the forward, so compiled code reads x and dy only once.
     """
     n = accumulate(x) * r
     wide = accumulate(grad)
@@ -195,12 +195,12 @@ def _rms_norm_back_in_place(
     r: torch.Tensor,
     offset: int = 0,
 ) -> Tensors:
-    """Compute `_rms_norm_back` in few eager passes: the product n dy serves both sums."""
+    """Compute `_rms_norm_back` in few eager passes; the product n dy serves both sums."""
     gains = _gains(weight, offset)
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)
     grad_weight = products.sum(0)
-    # -mean(dy g n) by a product with the gains, since `products` is already n dy.
+    # `products` is already n dy, so multiplying it by the gains gives -mean(dy g n).
     minus_mean = products.mv(accumulate(gains)).div_(-x.shape[-1]).view(r.shape)
     del products
     grad_x = n.mul_(minus_mean).add_(accumulate(grad) * gains).mul_(r)
@@ -208,7 +208,7 @@ def _rms_norm_back_in_place(
 
 
 def _rms_norm_of_device(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
-    """Compute `_rms_norm`, on CUDA by torch's kernel, which exists for no other device."""
+    """Compute `_rms_norm`; on CUDA, by torch's kernel, which exists for no other device."""
     if x.is_cuda:
         return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
     return _rms_norm(x, eps, weight)
@@ -223,9 +223,9 @@ def _rms_norm_back_of_device(
 
 
 def _rms_norm_1p(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
-    """Compute RMSNorm with the gains 1 + weight: a weight near 0 keeps the low bits of small updates.
+    """Compute RMSNorm with gains 1 + weight; a weight near 0 keeps a small update's low bits.
 
-    Sum and product are in the accumulation dtype and rounded once, as in Gemma (transformers' `Gemma2RMSNorm`).
+    The sum and the product are in the accumulation dtype and rounded once, as in Gemma (transformers' `Gemma2RMSNorm`).
     """
     return _rms_norm(x, eps, weight, offset=1)
 

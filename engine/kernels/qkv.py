@@ -18,13 +18,13 @@ from triaxis.engine.kernels.rotary import rope, rope_backward, rope_backward_
 
 
 class SplitQkv:
-    """The split of projected tokens into queries, keys and values.
+    """The function that splits projected tokens into queries, keys and values.
 
     Args:
-        heads: numbers of query heads and of key/value heads on this rank.
-        head_dim: size d of a head.
-        fusion: runner of the two functions.
-        add_total: function that takes, in the backward, the gradient of x summed over tokens: the gradient of a bias.
+        heads: query head count and key/value head count on this rank.
+        head_dim: head size d.
+        fusion: runner for the split and the join.
+        add_total: function that the backward calls with x's gradient summed over tokens, which is the bias gradient.
     """
 
     def __init__(self, heads: tuple[int, int], head_dim: int, fusion: Fusion, add_total: AddTotal = None) -> None:
@@ -38,11 +38,11 @@ class SplitQkv:
         self.add_total = add_total
 
     def __call__(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split x [s, b, (heads + 2 kv_heads) d], which holds all queries of a token, then its keys, then its values.
+        """Split x [s, b, (heads + 2 kv_heads) d]; each token has all its queries first, then its keys, then its values.
 
         Args:
-            x: output of the projection.
-            tables: tables of `rope_tables` that rotate queries and keys, or None. Unrotated results are views of x.
+            x: the projection's output.
+            tables: `rope_tables` result that rotates queries and keys, or None. Unrotated results are views of x.
 
         Returns:
             q [s, b, heads, d], k and v [s, b, kv_heads, d].
@@ -51,7 +51,7 @@ class SplitQkv:
 
 
 class _SplitQkv(torch.autograd.Function):
-    """The split, and the join as its backward; it saves only the tables, which all layers share."""
+    """The split, with the join as its backward; it saves only the tables, which all layers share."""
 
     @staticmethod
     def forward(
@@ -84,7 +84,7 @@ def _rotated(q: torch.Tensor, k: torch.Tensor, tables: torch.Tensor) -> Sequence
 def _joined(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Concatenate the gradients [s, b, .., d] to [s, b, (heads + 2 kv_heads) d]; the tables rotate those of q and k back."""
+    """Concatenate gradients [s, b, .., d] to [s, b, (heads + 2 kv_heads) d]; tables, if given, rotate those for q and k back."""
     if tables is not None:
         grad_q, grad_k = rope_backward(grad_q, tables), rope_backward(grad_k, tables)
     return torch.cat((grad_q, grad_k, grad_v), dim=2).flatten(2)
@@ -93,7 +93,7 @@ def _joined(
 def _joined_in_place(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `_joined` in eager mode, where q and k are rotated together and in place."""
+    """Compute `_joined` in eager mode, rotating q and k together and in place."""
     whole = torch.cat((grad_q, grad_k, grad_v), dim=2)
     if tables is not None:
         # With partial RoPE the tables are narrower than a head, and the elements after them are not rotated.
@@ -102,6 +102,6 @@ def _joined_in_place(
 
 
 def _and_total(joined: Callable[..., torch.Tensor], *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of x, and its sum over tokens."""
+    """Compute x's gradient, and its sum over tokens."""
     grad = joined(*grads)
     return grad, total_of(grad)

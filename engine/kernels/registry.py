@@ -1,21 +1,21 @@
-"""The kernels of a run: the `kernels` section with each `auto` resolved for the device, tried before anything is built.
+"""A run's kernels: the `kernels` section with each `auto` resolved for the device, tried before anything is built.
 
     kernels.      operation                                     choices                                   reference, in float64
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, varlen,
                                                                 te, blocks, explicit                          explicit
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
-    linear        GEMMs of the linear layers                    torch, te                                 torch
-    optimizer     the update of the owned shards                torch, compiled, apex                     torch
-    experts       GEMMs of a rank's experts                     loop, grouped                             loop
+    linear        GEMMs in linear layers                        torch, te                                 torch
+    optimizer     updates to the owned shards                   torch, compiled, apex                     torch
+    experts       GEMMs for a rank's experts                    loop, grouped                             loop
     dispatch      tokens to experts and back                    all_gather, all_to_all                    all_gather
-    (decoding)    attention of one query to the cached keys     flash, math, sdpa, blocks, explicit       explicit
+    (decoding)    attention from one query to the cached keys   flash, math, sdpa, blocks, explicit       explicit
 
-Decoding is not configured: its key length changes with every token, and cuDNN would make a plan for each length. The steps:
+Decoding has no setting: its key length changes with every token, and cuDNN would make a plan for each length. The steps:
 
-    resolve      configuration and facts about the device -> choices; a pure function
-    try_out      runs each choice once; a named one that fails is an error, `auto` falls back to the next in `ORDER` with a note
-    agree        gives all ranks the slowest choice of any rank
+    resolve      configuration and device facts -> choices; a pure function
+    try_out      runs each choice once; if it fails, a named choice is an error, and `auto` takes the next in `ORDER`, with a note
+    agree        gives all ranks the slowest choice that any rank made
 """
 
 import sys
@@ -67,26 +67,26 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dispatch": ("all_gather", "all_to_all"),
     }
 )
-"""Choices of `auto` for each kernel, fastest first; the last one runs anywhere."""
+"""`auto`'s choices for each kernel, fastest first; the last one runs anywhere."""
 
 GROUPED_FIRST = ((9, 0), (10, 0))
-"""Compute capabilities on which torch's grouped GEMM is one kernel, only in bf16. Elsewhere it copies the ends to the host and
+"""Compute capabilities on which torch's grouped GEMM is a single kernel, in bf16 only. Elsewhere it copies the ends to the host and
 loops, so the host waits at each product (`_grouped_mm_cuda` in torch's `GroupedBlas.cpp`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The facts that decide the choices for `auto`.
+    """The facts that decide `auto`'s choices.
 
     Attributes:
-        capability: compute capability of the GPU, (9, 0) for an H100; None for a CPU.
+        capability: GPU's compute capability, (9, 0) for an H100; None for a CPU.
         torch_version: version as (major, minor).
         cudnn_version: version in torch's form, 91900 for 9.19.0; 0 if there is none.
-        dtype: dtype of weights and activations.
-        main_grad_bytes: bytes per element of the main grads.
+        dtype: weight and activation dtype.
+        main_grad_bytes: bytes per main-grad element.
         is_deterministic: value of `runtime.deterministic`.
         pattern: features that the model's attention needs.
-        dispatch: form of token dispatch that the configuration implies; None if the model has no experts.
+        dispatch: token dispatch that the configuration implies; None if the model has no experts.
     """
 
     capability: tuple[int, int] | None
@@ -118,7 +118,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The name of each kernel, never `auto`; `experts` and `dispatch` are None in a model without experts."""
+    """Each kernel's name, never `auto`; `experts` and `dispatch` are None in a model without experts."""
 
     attention: str
     decoding: str
@@ -130,25 +130,25 @@ class Choices:
     dispatch: DispatchName | None = None
 
     def named(self) -> dict[str, str]:
-        """Return the names of the kernels that the model has."""
+        """Map each kernel that the model has to its chosen name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def config(self) -> KernelsConfig:
-        """Return the `kernels` section that asks for these choices by name."""
+        """Build the `kernels` section that asks for these choices by name."""
         return KernelsConfig.model_validate({name: one for name, one in self.named().items() if name != "decoding"})
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of an engine and its model.
+    """The kernels that an engine and its model share.
 
     Attributes:
-        choices: names of the kernels.
-        fusion: runner of elementwise functions; one object, so that each function is compiled once.
-        fp8: FP8 of the linear layers, or None if their GEMMs are in the run's dtype.
+        choices: kernel names.
+        fusion: runner for elementwise functions; one object, so that each function is compiled once.
+        fp8: FP8 for the linear layers, or None if their GEMMs are in the run's dtype.
         te: Transformer Engine, if `linear` is te, else None.
         te_attention: Transformer Engine's attention, if `attention` is te, else None.
-        apex: update of FusedAdam, if `optimizer` is apex, else None.
+        apex: FusedAdam's update, if `optimizer` is apex, else None.
     """
 
     choices: Choices
@@ -160,13 +160,13 @@ class Kernels:
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
-    """Replace each `auto` by the fastest choice that should run on a device with these facts."""
+    """Replace each `auto` with the fastest choice that should run on a device with these facts."""
     fastest = asdict(_fastest(facts))
     asked = config.model_dump()
     taken = {
         name: fastest[name] if choice == "auto" or fastest[name] is None else choice for name, choice in asked.items()
     }
-    # Explicit attention needs no plan per length, so decoding keeps it, and with it the bits of training.
+    # Explicit attention needs no plan per length, so decoding uses it too and has the same bits as training.
     taken["decoding"] = "explicit" if taken["attention"] == "explicit" else fastest["decoding"]
     return Choices(**taken)
 
@@ -178,9 +178,9 @@ def _fastest(facts: DeviceFacts) -> Choices:
         return Choices(attention, attention, "eager", "separate", "torch", experts=loop, dispatch=facts.dispatch)
     is_half = facts.dtype.itemsize == 2
     has_flash = is_half and facts.capability >= (8, 0)
-    # A float64 run is a comparison, so it uses the reference's operators.
+    # A float64 run serves comparisons, so it uses the reference's operators.
     is_float64 = facts.dtype == torch.float64
-    # A compiled reduction may choose block sizes, hence the order of additions, by timing. The optimizer has no reduction.
+    # A compiled reduction may choose block sizes, hence the order in which it adds, by timing. The optimizer has no reduction.
     is_eager = is_float64 or facts.is_deterministic
     has_grouped = facts.dtype == torch.bfloat16 and facts.capability in GROUPED_FIRST
     experts: ExpertKernel = "grouped" if has_grouped else "loop"
@@ -220,7 +220,7 @@ def _takes(auto: Auto, facts: DeviceFacts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The trials of choices on this device.
+    """Functions that try choices on this device.
 
     Attributes:
         failure: function (kernel, choice) -> the reason why the choice does not run, or "".
@@ -232,7 +232,7 @@ class Trials:
 
 
 def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: AttentionShape | None = None) -> Trials:
-    """Build trials that run the kernels on small tensors; `decoding` is the attention shape of one query, by default `shape`."""
+    """Build trials that run the kernels on small tensors; `decoding` is one query's attention shape, by default `shape`."""
     device = shape.device
     of_compiler = cache(lambda: compiler_failure(device))
 
@@ -268,13 +268,13 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
 
 
 def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Choices, list[str]]:
-    """Try each choice; a choice of `auto` falls back to the next in `ORDER` until one runs.
+    """Try each choice; one that `auto` made falls back to the next in `ORDER` until one runs.
 
     Returns:
-        The choices that run, and a line for each that did not.
+        The choices that run, and a line for each choice that did not.
 
     Raises:
-        ConfigError: kernels that the configuration names do not run here; all of them at once.
+        ConfigError: kernels that the configuration names do not run here; the error lists all of them.
     """
     notes: list[str] = []
     problems: list[str] = []
@@ -300,18 +300,18 @@ def agree_on_choices(
     try_from: Callable[[Choices], tuple[Choices, list[str]]],
     gather_text: Callable[[str], list[str]],
 ) -> tuple[Choices, list[str]]:
-    """Find choices that run on every rank: one slow rank would slow down all, and bits should not differ by rank.
+    """Find choices that run on every rank, because one slow rank slows down all, and bits should not differ by rank.
 
     Args:
-        choices: choices of this rank.
+        choices: this rank's choices.
         notes: lines about choices that did not run on this rank.
         try_from: function that tries slower choices on this rank, as `try_out`.
         gather_text: collective that gathers every rank's text, in rank order.
 
     Returns:
-        The choices, and a line for each choice that some rank lacks; equal on every rank.
+        The choices, and a line for each choice that some rank lacks; both are equal on every rank.
     """
-    # A slower choice may fail in its turn on some rank, so the ranks repeat until all have the same.
+    # A slower choice may itself fail on some rank, so the ranks repeat until all have the same.
     notes = list(notes)
     by_rank = alone = _gather_choices(choices, gather_text)
     while len(set(by_rank)) > 1:
@@ -334,12 +334,12 @@ def _label(name: str) -> str:
 
 def _gather_choices(choices: Choices, gather_text: Callable[[str], list[str]]) -> list[Choices]:
     texts = gather_text(" ".join(choices.named().values()))
-    # A model has the same kernels on every rank, so the values alone are sent, in the order of this rank's names.
+    # A model has the same kernels on every rank, so only the values are sent, in this rank's name order.
     return [Choices(**dict(zip(choices.named(), text.split(), strict=True))) for text in texts]  # type: ignore[arg-type]
 
 
 def slowest(all_choices: Sequence[Choices]) -> Choices:
-    """Return the slowest choice of each kernel by `ORDER`; a kernel named in the configuration is equal on every rank."""
+    """Take each kernel's slowest choice by `ORDER`; a kernel named in the configuration is equal on every rank."""
     found = all_choices[0]
     for each in fields(Choices):
         names = [getattr(choices, each.name) for choices in all_choices]
@@ -349,7 +349,7 @@ def slowest(all_choices: Sequence[Choices]) -> Choices:
 
 
 def attention_shape(config: Config, topology: Topology) -> AttentionShape:
-    """Return the shape of this rank's attention; ranks that exchange heads have 1 / cp of them."""
+    """Compute this rank's attention shape; when cp ranks exchange tokens for heads, each has 1 / cp of the heads."""
     model = config.model
     ranks_of_heads = 1 if gathers_keys(config) else topology.sizes.cp
     return AttentionShape(
@@ -364,7 +364,7 @@ def attention_shape(config: Config, topology: Topology) -> AttentionShape:
 
 
 def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
-    """Return the shape of one query's attention in decoding; in MLA it reads latents, which all heads share."""
+    """Compute one query's attention shape in decoding; in MLA the query reads latents, which all heads share."""
     shape, mla = attention_shape(config, topology), config.model.mla
     if mla is None:
         return shape
@@ -372,17 +372,17 @@ def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
 
 
 def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) -> Kernels:
-    """Resolve and try the kernels of a run. It is collective on GPUs if the configuration has an `auto`.
+    """Resolve and try a run's kernels. The call is collective on GPUs if the configuration has an `auto`.
 
-    Rank 0 prints on stderr the choices of `auto` that did not run.
+    Rank 0 prints on stderr which of `auto`'s choices did not run.
 
     Args:
-        config: configuration of the run.
-        topology: ranks and device of the run.
+        config: the run's configuration.
+        topology: the run's ranks and device.
         is_alone: whether this process runs without the other ranks (`launch/footprint/real.py`), so that none is consulted.
 
     Raises:
-        ConfigError: kernels that the configuration names do not run here; all of them at once.
+        ConfigError: kernels that the configuration names do not run here; the error lists all of them.
     """
     device, asked = topology.device, config.kernels
     dtype = DTYPES[config.precision.dtype]
@@ -412,7 +412,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
 
 
 def describe(kernels: Kernels, shape: AttentionShape) -> str:
-    """Describe the choices of a training step in a line, with torch's choice for `sdpa`; torch's linear layers are not listed."""
+    """Describe a training step's choices in one line, with torch's choice for `sdpa`; torch's linear layers are left out."""
     attention = kernels.choices.attention
     if attention == "sdpa":
         attention = f"sdpa ({chosen(shape)})"

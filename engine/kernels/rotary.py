@@ -1,7 +1,7 @@
 """RoPE: the rotation of queries and keys, its frequencies, and their changes for longer contexts.
 
-Formulas and defaults are those of transformers' modeling_rope_utils.py; papers are named below. d is the number of rotated elements
-per head; pair i turns by base ** (-2 i / d) radians per position.
+Formulas and defaults follow transformers' modeling_rope_utils.py; the functions below cite the papers. d is the number of rotated
+elements per head; pair i turns by base ** (-2 i / d) radians per position.
 """
 
 import math
@@ -19,16 +19,16 @@ T = TypeVar("T")
 
 
 def rope_tables(position_ids: torch.Tensor, frequencies: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-    """Compute the cosines and sines of RoPE (2104.09864, section 3.4.2) at the given positions.
+    """Compute RoPE's cosines and sines (2104.09864, section 3.4.2) at the given positions.
 
     Args:
         position_ids: positions int64 [b, s]; rows may differ.
-        frequencies: radians per position [r / 2], in the accumulation dtype of the run.
-        factor: factor of cosines and sines.
+        frequencies: radians per position [r / 2], in the run's accumulation dtype.
+        factor: multiplier for cosines and sines.
 
     Returns:
-        [2, s, b, 1, r] in the dtype of the frequencies: cosines, then sines; dims i and i + r/2 have equal angles ("rotate half").
-        The sines of the first half are negated, since they multiply the swapped second half.
+        [2, s, b, 1, r] in the frequencies' dtype: cosines, then sines; dims i and i + r/2 have equal angles ("rotate half").
+        The first half's sines are negated, since they multiply the swapped second half.
     """
     angles = position_ids.t().to(frequencies.dtype).unsqueeze(-1) * frequencies
     # cos(-a) = cos(a) and sin(-a) = -sin(a), so one concatenation gives both tables.
@@ -38,12 +38,12 @@ def rope_tables(position_ids: torch.Tensor, frequencies: torch.Tensor, factor: f
 
 
 def apply_rope(x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    """Rotate the first r elements of each head of x [s, b, heads, d] by the tables of `rope_tables`."""
+    """Rotate each head's first r elements in x [s, b, heads, d], with tables from `rope_tables`."""
     return _Rope.apply(x, tables, fusion)
 
 
 class _Rope(torch.autograd.Function):
-    """The rotation y = x cos + swap(x) sin; swap exchanges the halves of a head. It saves only the tables that all layers share."""
+    """The rotation y = x cos + swap(x) sin; swap exchanges a head's halves. It saves only the tables, which all layers share."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
@@ -58,7 +58,7 @@ class _Rope(torch.autograd.Function):
 
 
 def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Return y = x cos + swap(x) sin, a function for `Fusion`; x [s, b, heads, d], the tables as in `apply_rope`."""
+    """Compute y = x cos + swap(x) sin, with x and tables as in `apply_rope`; a function for `Fusion`."""
     if x.shape[-1] != tables.shape[-1]:
         return _on_first(rope, x, tables)
     wide, (cos, sin) = accumulate(x), tables.unbind()
@@ -66,7 +66,7 @@ def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Return dx = dy cos + swap(dy sin): the rotation back."""
+    """Compute the rotation back, dx = dy cos + swap(dy sin)."""
     if grad.shape[-1] != tables.shape[-1]:
         return _on_first(rope_backward, grad, tables)
     wide, (cos, sin) = accumulate(grad), tables.unbind()
@@ -74,9 +74,9 @@ def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
-    """Compute dx = dy cos - swap(dy) sin in the memory of dy [s, b, heads, r], the rotated elements only.
+    """Compute dx = dy cos - swap(dy) sin in place, where dy [s, b, heads, r] holds only the rotated elements.
 
-    It equals `rope_backward`, since the halves of the sines are -s and s, and needs one temporary less.
+    The result equals `rope_backward`'s, since the sines' halves are -s and s, and needs one temporary less.
     """
     wide, (cos, sin) = accumulate(grad), tables.unbind()
     swapped = _swap(wide).mul_(sin)
@@ -88,7 +88,7 @@ def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
 def _on_first(
     rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, tables: torch.Tensor
 ) -> torch.Tensor:
-    """Apply `rotate` to the first r elements of each head, r from the tables, and leave the others unchanged."""
+    """Apply `rotate` to each head's first r elements, r from the tables, and leave the others unchanged."""
     first, others = x.tensor_split((tables.shape[-1],), dim=-1)
     return torch.cat((rotate(first, tables), others), dim=-1)
 
@@ -101,7 +101,7 @@ def _swap(x: torch.Tensor) -> torch.Tensor:
 def tables_by_rotary(
     rotaries: Iterable[Rotary | None], position_ids: torch.Tensor, dtype: torch.dtype
 ) -> dict[Rotary, torch.Tensor]:
-    """Make the tables of `rope_tables` for each distinct record, at positions int64 [b, s], for a run in `dtype`."""
+    """Compute `rope_tables` for each distinct rotary at positions int64 [b, s], for a run in `dtype`."""
     wide, device = accumulation_dtype(dtype), position_ids.device
     return {
         rotary: rope_tables(position_ids, rotary_frequencies(rotary, wide, device), rotary_factor(rotary))
@@ -111,7 +111,7 @@ def tables_by_rotary(
 
 
 def rotary_frequencies(rotary: Rotary, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Compute the angle per position of each pair, [d / 2], in `dtype` on the device."""
+    """Compute each pair's angle per position in radians, [d / 2] in `dtype` on the device."""
     exponents = torch.arange(0, rotary.dim, 2, device=device, dtype=dtype) / rotary.dim
     frequencies = rotary.base**-exponents
     if rotary.scaling is None:
@@ -120,12 +120,12 @@ def rotary_frequencies(rotary: Rotary, dtype: torch.dtype, device: torch.device)
 
 
 def rotary_factor(rotary: Rotary) -> float:
-    """Return the factor of cosines and sines; 1 if the record has no scaling."""
+    """Return the multiplier for cosines and sines; 1 without scaling."""
     return 1.0 if rotary.scaling is None else rotary.scaling.rotation_factor
 
 
 def _linear(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Divide all frequencies by `factor`: positions become `factor` times as dense (2306.15595)."""
+    """Divide all frequencies by `factor`, so positions become `factor` times as dense (2306.15595)."""
     return frequencies / _given(scaling.factor)
 
 
@@ -133,17 +133,17 @@ def _llama3(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> 
     """Divide low frequencies by `factor`, keep high ones, and blend those in between (Llama 3.1)."""
     original = _given(scaling.original_max_position_embeddings)
     low, high, factor = (_given(each) for each in (scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor))
-    # Full turns of each pair in the original context; the blend is linear in them.
+    # Each pair's full turns in the original context; the blend is linear in them.
     turns = original * frequencies / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - share) * frequencies / factor + share * frequencies
 
 
 def _yarn(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Keep fast pairs, divide the frequencies of slow ones by `factor`, and blend in between (2309.00071, section 3.2)."""
+    """Keep high frequencies, divide low ones by `factor`, and blend in between (YaRN, 2309.00071, section 3.2)."""
 
     def dim_with(turns: float) -> float:
-        """Return the index (not rounded) of the pair that makes `turns` full turns in the original context."""
+        """Solve for the pair index, unrounded, that makes `turns` full turns in the original context."""
         original = _given(scaling.original_max_position_embeddings)
         return rotary.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
 
@@ -158,7 +158,7 @@ def _yarn(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> to
 
 
 def _longrope(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Divide each pair's frequency by its own factor, found by search for short and for long samples (2402.13753)."""
+    """Divide each pair's frequency by its own factor, which a search found for short and for long samples (2402.13753)."""
     divisors = scaling.long_factor if rotary.is_long else scaling.short_factor
     return frequencies / torch.tensor(_given(divisors), dtype=frequencies.dtype).to(frequencies.device)
 

@@ -4,14 +4,14 @@
     gradient of the input   dX = dY W              layout NN, A = W [out, in], B = dY [n, out]
     gradient of the weight  dW (+)= dY^T X         layout NT, A = X [n, in],   B = dY [n, out], out = main grad
 
-cuBLAS is column-major, so A is the right factor: the first letter T contracts A along dim 1, N along dim 0. Operands and `out` are
-contiguous. The third GEMM adds to the main grad in the main grad's dtype (fp32 in a bf16 run). Its epilogue sums dY over tokens for
-the gradient of a bias; the epilogues of the other two compute GELU and its derivative.
+cuBLAS is column-major, so A is the right factor. The layout's first letter refers to A: T contracts it along dim 1, N along dim 0.
+Operands and `out` are contiguous. The third GEMM adds to the main grad in the main grad's dtype (fp32 in a bf16 run). Its epilogue
+sums dY over tokens, which gives the bias gradient. The other two GEMMs' epilogues compute GELU and its derivative.
 
-With FP8 operands every GEMM is Y = A B^T of two quantised matrices (`engine/kernels/fp8`), in layout TN; `te_storage.py` has their
-classes.
+With FP8 operands every GEMM is Y = A B^T on two quantised matrices (`engine/kernels/fp8`), in layout TN. `te_storage.py` wraps
+the matrices in TE's classes.
 
-Linear layers call only this function: TE's modules start their own collectives, outside the ledger and the order kept here.
+Linear layers call only this function, because TE's modules would start collectives that the ledger and its order do not cover.
 """
 
 import inspect
@@ -29,15 +29,15 @@ from triaxis.engine.kernels.te_storage import Storages, open_storages
 from triaxis.engine.program import install
 
 FIRST_VERSION = "2.10"
-"""The first release whose `general_gemm` takes these arguments; earlier ones need a workspace from the caller."""
+"""First release whose `general_gemm` takes these arguments; earlier ones need a workspace from the caller."""
 
 
 class OtherVersionError(ImportError):
-    """A release of Transformer Engine whose function takes other arguments."""
+    """A Transformer Engine release whose `general_gemm` takes other arguments."""
 
 
 class GeneralGemm(Protocol):
-    """The signature of `transformer_engine.pytorch.cpp_extensions.general_gemm`, with only the arguments used here."""
+    """The `transformer_engine.pytorch.cpp_extensions.general_gemm` signature, with only the arguments used here."""
 
     def __call__(
         self,
@@ -58,13 +58,13 @@ class GeneralGemm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransformerEngine:
-    """The GEMMs of an installed Transformer Engine.
+    """GEMMs by an installed Transformer Engine.
 
     Attributes:
-        general_gemm: TE's function, which returns (out, gradient of the bias, input of GELU, extra output).
-        dot_product_attention: constructor of TE's attention module (`te_attention.py`).
-        storages: TE's classes of FP8 matrices.
-        version: version of the package.
+        general_gemm: TE's function, which returns (out, bias gradient, GELU input, extra output).
+        dot_product_attention: constructor for TE's attention module (`te_attention.py`).
+        storages: TE's classes for FP8 matrices.
+        version: package version.
     """
 
     general_gemm: GeneralGemm
@@ -104,27 +104,27 @@ class TransformerEngine:
         overwrite: bool,
         with_total: bool,
     ) -> torch.Tensor | None:
-        """Compute main_grad [out, in] += dY^T X (`overwrite`: =) of grad [n, out] and x [n, in].
+        """Compute main_grad [out, in] += dY^T X (`overwrite`: =); grad dY [n, out], x [n, in].
 
         Returns:
-            The sum of dY over tokens [out], in the dtype of the main grad, if `with_total`; else None.
+            dY summed over tokens, [out] in the main grad's dtype, if `with_total`; else None.
         """
         gemm = partial(self.general_gemm, x, grad, layout="NT", out_dtype=main_grad.dtype, out=main_grad, grad=True)
-        # TE reads only the presence, length and dtype of this bias, not its values.
+        # TE uses only this bias's presence, length and dtype, not its values.
         _, total, *_ = gemm(accumulate=not overwrite, bias=main_grad[:, 0] if with_total else None)
         return total
 
     def fp8_product(
         self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, *, is_tensorwise: bool
     ) -> torch.Tensor:
-        """Compute A B^T + bias [m, n] in `dtype`; a [m, k], b [n, k], each with one scale or with block scales, and bias [n]."""
+        """Compute A B^T + bias [m, n] in `dtype`; a [m, k] and b [n, k] have one scale or block scales, bias [n]."""
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=True))
 
     def add_fp8_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, *, overwrite: bool, is_tensorwise: bool
     ) -> None:
-        """Compute total [m, n] += A B^T (`overwrite`: =), accumulated in the dtype of `total`."""
+        """Compute total [m, n] += A B^T (`overwrite`: =), accumulated in `total`'s dtype."""
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         self.general_gemm(
             *operands, out_dtype=total.dtype, out=total, accumulate=not overwrite, use_split_accumulator=True
@@ -138,10 +138,10 @@ def _first(returned: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def open_te() -> TransformerEngine:
-    """Import Transformer Engine and check that its `general_gemm` has the signature that is called here.
+    """Import Transformer Engine and check that its `general_gemm` takes the arguments passed here.
 
     Raises:
-        ImportError: it is not installed, cannot be imported, or has another version; the message says which.
+        ImportError: it is not installed, cannot be imported, or has another version; the message states which.
     """
     try:
         function = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
@@ -170,7 +170,7 @@ def te_failure(run: Callable[[TransformerEngine], object]) -> str:
 
 
 def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device) -> str:
-    """Try the three GEMMs of a layer on small matrices; return the reason if one does not run or is wrong, else ""."""
+    """Try a layer's three GEMMs on small matrices; return the reason if one does not run or is wrong, else ""."""
 
     def run(te: TransformerEngine) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -202,7 +202,7 @@ def _compare(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> N
 
 
 def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
-    """Return the config problem for `kernels.linear = te` where it does not run."""
+    """Word the config problem for `kernels.linear = te` on a device where it does not run."""
     return (
         f"kernels.linear = te does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} ({reason}). Another GEMM "
         f"would have other speed and other bits than what was asked for. {how_to_install()} kernels.linear=torch runs anywhere."
@@ -210,13 +210,13 @@ def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
 
 
 def how_to_install() -> str:
-    """Return a sentence with the command that installs Transformer Engine."""
+    """Build a sentence with the command that installs Transformer Engine."""
     line = install("te", "--no-build-isolation")
     return f"Beside a torch with CUDA and its compiler,  {line}  installs Transformer Engine (docs/cluster.md)."
 
 
 def _lacking(function: Callable[..., Any]) -> str:
-    """Describe how the arguments of TE's function differ from those passed here; "" if they fit."""
+    """Describe how TE's function's arguments differ from those passed here; "" if they fit."""
     wanted = [name for name in inspect.signature(GeneralGemm.__call__).parameters if name != "self"]
     found = inspect.signature(function).parameters
     missing = [name for name in wanted if name not in found]

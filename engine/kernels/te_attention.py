@@ -1,7 +1,7 @@
 """Attention by Transformer Engine's DotProductAttention, which chooses FlashAttention or cuDNN for the shape.
 
-It reads and writes [s, b, heads, d], the layout in which queries, keys and values are projected. It gets no process groups: with
-context parallelism, ranks exchange tokens for heads before it, or the configuration is refused.
+It reads and writes [s, b, heads, d], the layout in which queries, keys and values are projected. It gets no process groups. With
+context parallelism, ranks exchange tokens for heads before they call it; the configuration refuses other forms.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from triaxis.engine.kernels.te import TransformerEngine, te_failure
 
 TRIED = (128, 1)
-"""Tokens and samples of the trial."""
+"""Tokens and samples in the trial."""
 
 
 class TeAttention:
@@ -32,9 +32,9 @@ class TeAttention:
         """Compute causal attention: q [b, n, s, d], k and v [b, n_kv, s, d] -> [b, n, s, d].
 
         Args:
-            q, k, v: operands of one 16-bit dtype.
-            window: number of last keys that a query sees, its own among them; None for all before it.
-            scale: factor of the logits; None means d ** -0.5.
+            q, k, v: operands with one 16-bit dtype.
+            window: number of last keys that a query sees, its own included; None for all keys up to its own.
+            scale: logit factor; None means d ** -0.5.
         """
         tokens_first = [each.permute(2, 0, 1, 3) for each in (q, k, v)]
         (s, b, heads, d), kv_heads = tokens_first[0].shape, k.shape[1]
@@ -77,7 +77,7 @@ def te_attention_failure(
 def _gradients(
     by_te: bool, numbers: list[torch.Tensor], te: TransformerEngine, window: int | None
 ) -> list[torch.Tensor]:
-    """Compute the output of attention and the gradients of its operands, by TE or by torch."""
+    """Compute attention's output and the gradients for its operands, by TE or by torch."""
     q, k, v = (each.clone().requires_grad_() for each in numbers)
     # An engine that only runs forwards may be built with gradients off.
     with torch.enable_grad():

@@ -1,13 +1,13 @@
 """FP8 matrices as Transformer Engine's GEMM reads them: its storages with one scale and with block scales.
 
-    blocks       storage                           scales of a matrix [rows, columns], contiguous
+    blocks       storage                           scales for a matrix [rows, columns], contiguous
     whole        `Float8TensorStorage`             fp32 [1]
     1 x 128      `Float8BlockwiseQTensorStorage`   fp32 [columns / 128, rows]
     128 x 128    `Float8BlockwiseQTensorStorage`   fp32 [rows / 128, columns / 128], padded to a multiple of 4 columns
     1 x 32       `MXFP8TensorStorage`              exponents (e8m0) as bytes [rows, columns / 32], padded to multiples of 128 and 4
 
-Shapes are those of `get_scale_shape` in TE's quantisers of these storages. TE itself arranges the last kind in cuBLASLt's tiles. A
-storage holds only the rowwise data of a matrix, which layout TN of the GEMM reads.
+The shapes follow `get_scale_shape` in TE's quantisers for these storages. TE itself arranges MXFP8 scales in cuBLASLt's tiles. A
+storage holds only the matrix's rowwise data, which the GEMM's layout TN reads.
 """
 
 import inspect
@@ -29,12 +29,12 @@ _FOLDER = "transformer_engine.pytorch.tensor.storage"
 
 @dataclass(frozen=True, slots=True)
 class Storages:
-    """Transformer Engine's classes of FP8 matrices.
+    """Transformer Engine's classes for FP8 matrices.
 
     Attributes:
-        tensor: class of a matrix with one scale.
-        blocks: class of a matrix with scales of 1 x 128 or 128 x 128 blocks.
-        mx: class of a matrix with scales of 1 x 32 blocks.
+        tensor: class for a matrix with one scale.
+        blocks: class for a matrix with one scale per 1 x 128 or 128 x 128 block.
+        mx: class for a matrix with one scale per 1 x 32 block.
         dtypes: torch's FP8 dtype -> TE's.
     """
 
@@ -44,7 +44,7 @@ class Storages:
     dtypes: Mapping[torch.dtype, Any]
 
     def stored(self, matrix: Quantised, *, is_tensorwise: bool) -> Any:
-        """Wrap a matrix of contiguous rows in TE's storage for its block size; the values are not copied."""
+        """Wrap a matrix with contiguous rows in TE's storage for its block size, without copying the values."""
         values = matrix.values
         assert values.is_contiguous(), "TE reads bytes row by row, whatever the strides say"
         form, data = {"fp8_dtype": self.dtypes[values.dtype]}, values.view(torch.uint8)
@@ -57,7 +57,7 @@ class Storages:
             return self.mx(
                 rowwise_data=data, rowwise_scale_inv=exponents, with_gemm_swizzled_scales=False, **rows_alone
             )
-        # `scales_of` has the same numbers as a transposed view, for torch's GEMM.
+        # `scales_of` returns a transposed view for torch's GEMM; TE takes the same numbers untransposed.
         return self.blocks(
             rowwise_data=data,
             rowwise_scale_inv=scales.tensor.t(),
@@ -70,7 +70,7 @@ def open_storages() -> Storages:
     """Import TE's classes.
 
     Raises:
-        Exception: any error of TE's import.
+        Exception: any error that TE's import raises.
     """
     compiled = import_module("transformer_engine_torch")
     blocks = import_module(f"{_FOLDER}.float8_blockwise_tensor_storage").Float8BlockwiseQTensorStorage

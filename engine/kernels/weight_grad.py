@@ -14,7 +14,7 @@ WeightGradKernel = Literal["separate", "fused"]
 
 
 def add(main_grad: torch.Tensor, grad: torch.Tensor, *, overwrite: bool) -> None:
-    """Add grad to main_grad, or with `overwrite` copy it there."""
+    """Add grad to main_grad, or copy it there if `overwrite`."""
     if overwrite:
         main_grad.copy_(grad)
     else:
@@ -55,7 +55,7 @@ def weight_grad_failure(
 def weight_grad_refusal(
     kernel: WeightGradKernel, dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device, reason: str
 ) -> str:
-    """Return the config problem for a named kernel that does not run here."""
+    """Word the config problem for a named kernel that does not run here."""
     names = [str(each).removeprefix("torch.") for each in (dtype, main_grad_dtype)]
     return (
         f"kernels.weight_grad = {kernel} does not run here, with a GEMM of {names[0]} that adds to {names[1]} on "

@@ -1,1 +1,1 @@
-"""Numbers that every room shares: accumulation dtypes and a counter-based hash."""
+"""Accumulation dtypes and a counter-based hash, shared by every room."""

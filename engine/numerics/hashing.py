@@ -1,7 +1,7 @@
-"""A 64-bit hash of counters on any device: splitmix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudorandom
-number generators", 2014).
+"""A 64-bit counter hash for any device: splitmix64's finaliser.
 
-Torch has no unsigned 64-bit arithmetic, so words are int64 with the same bits; products and sums wrap around.
+The source is Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014. Torch has no unsigned 64-bit arithmetic,
+so words are int64 with the same bits; products and sums wrap around.
 """
 
 import hashlib
@@ -15,33 +15,33 @@ _SIGN = 1 << 63
 
 
 def signed(word: int) -> int:
-    """Return the int64 with this 64-bit pattern."""
+    """Reinterpret a 64-bit pattern as an int64."""
     return (word + _SIGN) % _WORD - _SIGN
 
 
 def unsigned(word: int) -> int:
-    """Return the 64-bit pattern of an int64."""
+    """Reinterpret an int64 as its 64-bit pattern."""
     return word % _WORD
 
 
 GOLDEN = signed(0x9E3779B97F4A7C15)
-"""Factor of a counter before mixing."""
+"""Factor by which a counter is multiplied before mixing."""
 
 _MIX_1 = signed(0xBF58476D1CE4E5B9)
 _MIX_2 = signed(0x94D049BB133111EB)
 
 
 SAME_SIZE_INTEGERS: Mapping[int, torch.dtype] = MappingProxyType({2: torch.int16, 4: torch.int32, 8: torch.int64})
-"""Integer dtypes in which the bits of floating-point elements are read, by bytes."""
+"""Integer dtype for reading a floating-point element's bits, by element size in bytes."""
 
 
 def key64(text: str) -> int:
-    """Return a 64-bit key of a text, as an int64."""
+    """Hash a text to a 64-bit key, as an int64."""
     return signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big"))
 
 
 def mix_words_(z: torch.Tensor) -> torch.Tensor:
-    """Mix int64 words in place; return `z`."""
+    """Mix int64 words in place, and return `z`."""
     for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
         z ^= shift_right(z, bits)
         z *= factor
@@ -50,5 +50,5 @@ def mix_words_(z: torch.Tensor) -> torch.Tensor:
 
 
 def shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right without the sign (torch's >> on int64 copies it)."""
+    """Shift right with zero fill; torch's >> on int64 copies the sign bit."""
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,1 +1,1 @@
-"""FP8 GEMMs of linear layers: formats, scaling recipes, and the products of quantised matrices."""
+"""FP8 GEMMs for linear layers: formats, scaling recipes and products."""

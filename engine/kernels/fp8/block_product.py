@@ -1,14 +1,14 @@
-"""Products A B^T of matrices with block scales, by torch's scaled GEMM (torch 2.10 and later), on GPUs.
+"""Products A B^T for matrices with block scales, by torch's scaled GEMM (torch 2.10 and later), on GPUs.
 
-    blocks of a matrix      scales as torch's GEMM reads them                                      GPUs
+    block size              scales as torch's GEMM reads them                                      GPUs
     1 x 128                 fp32 [rows, columns / 128], dim 0 contiguous                           Hopper
     128 x 128               fp32 [columns / 128, rows / 128], dim 0 (along the contraction)
                             contiguous and padded to a multiple of 4                               Hopper
     1 x 32                  exponents (e8m0), in tiles of 128 rows and 4 scales                    Blackwell
 
 The layouts are cuBLASLt's ("1D and 2D block scaling", "block scaling factors layout" in its documentation), as torch's own checks
-state them (`_scaled_mm_v2`). In a tile of 1 x 32 scales, that at row r and column c is number 16 (r mod 32) + 4 (r div 32) + c.
-Tiles are ordered along the contraction, then along the rows.
+state them (`_scaled_mm_v2`). A 1 x 32 tile holds the scale at row r, column c at index 16 (r mod 32) + 4 (r div 32) + c. Tiles are
+ordered along the contraction, then along the rows.
 """
 
 from collections.abc import Mapping
@@ -24,19 +24,19 @@ from triaxis.engine.numerics.precision import MX_SCALE_DTYPE
 TILE_ROWS, TILE_COLUMNS = 128, 4
 
 _PADDED_TO = 4
-"""Multiple to which the number of 128 x 128 scales along the contraction is padded."""
+"""128 x 128 scales along the contraction are padded to a multiple of this number."""
 
 _SCALINGS: Mapping[tuple[int, int], str] = MappingProxyType(
     {(1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128", (1, 32): "BlockWise1x32"}
 )
-"""(rows, columns) of a block -> name in `torch.nn.functional.ScalingType`."""
+"""A block's (rows, columns) -> name in `torch.nn.functional.ScalingType`."""
 
 
 class Scales(NamedTuple):
-    """The scales of a matrix as torch's GEMM reads them.
+    """A matrix's scales as torch's GEMM reads them.
 
     Attributes:
-        tensor: factors from FP8 values to real ones, one per block.
+        tensor: factors from FP8 to real values, one per block.
         scaling: name in `ScalingType`.
         swizzle: name in `SwizzleType`.
     """
@@ -47,12 +47,12 @@ class Scales(NamedTuple):
 
 
 def has_block_gemm() -> bool:
-    """Return whether this torch has a GEMM with block scales."""
+    """Whether this torch has a GEMM with block scales."""
     return hasattr(F, "scaled_mm")
 
 
 def block_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Compute A B^T + bias: a [m, k], b [n, k] with contiguous rows, bias [n] -> [m, n] in `dtype`, from sums in fp32."""
+    """Compute A B^T + bias from fp32 sums: a [m, k], b [n, k] with contiguous rows, bias [n] -> [m, n] in `dtype`."""
     of_a, of_b = scales_of(a), scales_of(b)
     return F.scaled_mm(
         a.values,
@@ -69,7 +69,7 @@ def block_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: 
 
 
 def scales_of(matrix: Quantised) -> Scales:
-    """Arrange the scales of a matrix [rows, columns] in the layout of its block size."""
+    """Arrange a matrix's scales in the layout for its block size."""
     (rows, columns), (down, across) = matrix.values.shape, matrix.inverse.shape
     block = rows // down, columns // across
     if block == (1, 32):
@@ -81,7 +81,7 @@ def scales_of(matrix: Quantised) -> Scales:
 
 
 def in_tiles(inverse: torch.Tensor) -> torch.Tensor:
-    """Arrange scales [rows, columns / 32], powers of two, as exponents in tiles: one vector, padded with zeros."""
+    """Arrange scales [rows, columns / 32], powers of two, as exponents in tiles: one zero-padded vector."""
     exponents = padded_exponents(inverse)
     tiles = exponents.view(-1, TILE_ROWS // 32, 32, exponents.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(MX_SCALE_DTYPE)
@@ -90,5 +90,5 @@ def in_tiles(inverse: torch.Tensor) -> torch.Tensor:
 def padded_exponents(inverse: torch.Tensor) -> torch.Tensor:
     """Convert scales [rows, columns / 32], powers of two, to exponents (bytes), padded with zeros to whole tiles."""
     down, across = inverse.shape
-    # Not every device can copy e8m0, but all can copy bytes.
+    # Some devices cannot copy e8m0, but all can copy bytes.
     return F.pad(inverse.to(MX_SCALE_DTYPE).view(torch.uint8), (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))

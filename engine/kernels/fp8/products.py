@@ -1,12 +1,12 @@
-"""Products A B^T of quantised matrices, by the backend of `precision.fp8`.
+"""Products A B^T for quantised matrices, by the backend that `precision.fp8` names.
 
     torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums; block scales
                only on GPUs (`block_product.py`)
     te         Transformer Engine's GEMM (cuBLASLt): fp32 sums, which it adds to the main grads itself
-    emulated   plain operators on the rounded numbers, in the accumulation dtype, on any device: the reference of the others
+    emulated   plain operators on the rounded numbers, in the accumulation dtype, on any device: the reference for the others
 
-The emulation multiplies the same numbers as a backend: FP8 values and power-of-two scales are exact in the wider dtype. A scale of
-a whole tensor is applied to the sums, as in a GEMM's epilogue.
+The emulation multiplies the same numbers as the other backends, because FP8 values and power-of-two scales are exact in the wider
+dtype. A whole-tensor scale is applied to the sums, as in a GEMM's epilogue.
 """
 
 from dataclasses import dataclass
@@ -23,24 +23,24 @@ from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.numerics.precision import accumulation_dtype
 
 FIRST_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs with FP8 GEMMs (Ada; Hopper is 9.0)."""
+"""First compute capability with FP8 GEMMs (Ada; Hopper is 9.0)."""
 
 BLOCK_CAPABILITIES = (((9, 0), (10, 0)), ((10, 0), None))
-"""(first compute capability that has the scales, next one that lacks them or None): for 128 x 128 blocks, then for MX blocks."""
+"""(first compute capability that has the scales, next one that lacks them or None), for 128 x 128 blocks, then for MX blocks."""
 
 _TRIAL_TOLERANCE = 2.0**-7
-"""Allowed error of a product, relative to the sum of its terms' absolute values: bf16 results have 8 bits."""
+"""Allowed error per product element, relative to the sum of its terms' absolute values: bf16 results have 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The FP8 of a run.
+    """A run's FP8 arithmetic.
 
     Attributes:
         recipe: formats and scales.
-        backend: implementation of the products.
+        backend: implementation that computes the products.
         te: Transformer Engine, if it is the backend, else None.
-        fusion: runner of all other functions: amax, rounding, transposition.
+        fusion: runner for all other functions: amax, rounding, transposition.
     """
 
     recipe: Recipe
@@ -50,7 +50,7 @@ class Fp8:
 
     @property
     def label(self) -> str:
-        """Return the backend's name, for `te` with its version."""
+        """The backend's name; `te` also has its version."""
         return self.backend if self.te is None else f"te {self.te.version}"
 
     def activation(self, x: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
@@ -66,17 +66,17 @@ class Fp8:
         return self._rounded(matrix, E4M3, self.recipe.weight_block, largest)
 
     def amax(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the largest absolute value of a tensor, a scalar in the dtype of scales."""
+        """Compute a tensor's largest absolute value, a scalar in the scales' dtype."""
         return self.fusion(amax, variant=(*x.shape, *x.stride()))(x)
 
     def product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Compute A B^T + bias: a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`, from sums in its accumulation dtype."""
+        """Compute A B^T + bias: a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`, summed in its accumulation dtype."""
         if self.backend == "emulated":
             return emulated_product(a, b, bias, dtype)
         a, b = self._in_rows(a), self._in_rows(b)
         if self.te is not None:
             return self.te.fp8_product(a, b, bias, dtype, is_tensorwise=self.recipe.is_tensorwise)
-        # A GEMM with an fp32 result takes no bias, so it is added afterwards.
+        # A GEMM with an fp32 result takes no bias, so the bias is added afterwards.
         is_beside = bias is not None and dtype == accumulation_dtype(dtype)
         multiply = scaled_product if self.recipe.is_tensorwise else block_product
         product = multiply(a, b, None if is_beside else bias, dtype)
@@ -85,7 +85,7 @@ class Fp8:
     def add_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, dtype: torch.dtype, *, overwrite: bool
     ) -> None:
-        """Compute total [m, n] += A B^T (`overwrite`: =) from sums in the accumulation dtype of `dtype`, the run's dtype."""
+        """Compute total [m, n] += A B^T (`overwrite`: =), summed in the accumulation dtype for `dtype`, the run's dtype."""
         if self.te is not None:
             a, b = self._in_rows(a), self._in_rows(b)
             self.te.add_fp8_product(total, a, b, overwrite=overwrite, is_tensorwise=self.recipe.is_tensorwise)
@@ -98,11 +98,11 @@ class Fp8:
         return quantise(x, into, block, has_powers=self.recipe.has_powers, largest=largest, fusion=self.fusion)
 
     def _in_rows(self, matrix: Quantised) -> Quantised:
-        """Make the rows of a matrix contiguous; those of X^T or dY^T, as views of saved bytes, are not."""
+        """Make a matrix's rows contiguous; X^T and dY^T are views of saved bytes, so their rows are not."""
         values = matrix.values
         if values.is_contiguous():
             return matrix
-        # Moved as bytes, so that one compiled kernel serves every format.
+        # Bytes are moved, so one compiled kernel serves every format.
         data = self.fusion(in_rows, variant=(*values.shape, *values.stride()))(values.view(torch.uint8))
         return Quantised(data.view(values.dtype), matrix.inverse)
 
@@ -118,14 +118,14 @@ def emulated_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtyp
 
 
 def scaled_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Compute A B^T + bias by torch's scaled GEMM; each operand has one scale and contiguous rows."""
+    """Compute A B^T + bias with torch's scaled GEMM; each operand has one scale and contiguous rows."""
     values = a.values, b.values.t()
     scales = a.inverse.view(()), b.inverse.view(())
     return torch.ops.aten._scaled_mm(*values, *scales, bias=bias, out_dtype=dtype)
 
 
 def open_fp8(config: Fp8Config | None, dtype: torch.dtype, device: torch.device) -> Fp8 | None:
-    """Build the FP8 of a run and try it on the device; None if the run has no FP8.
+    """Build a run's FP8 and try it on the device; None if the run has no FP8.
 
     Raises:
         ConfigError: the backend does not run here.
@@ -144,7 +144,7 @@ def open_fp8(config: Fp8Config | None, dtype: torch.dtype, device: torch.device)
 
 
 def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: torch.device) -> str:
-    """Try each product of a layer on small matrices; return the reason if one does not run, else ""."""
+    """Try each of a layer's products on small matrices; return the reason if one does not run, else ""."""
     if backend == "emulated":
         return ""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
@@ -161,7 +161,7 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
 
 
 def _no_blocks(recipe: Recipe, device: torch.device) -> str:
-    """Return the reason why torch's GEMM lacks the recipe's block scales on a device; "" if it may have them."""
+    """Explain why torch's GEMM lacks the recipe's block scales on a device; "" if it may have them."""
     if not has_block_gemm():
         return f"torch {torch.__version__} has no GEMM with scales of blocks; 2.10 is the first"
     if device.type != "cuda":
@@ -180,16 +180,16 @@ def _name_of(device: torch.device) -> str:
 
 
 def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
-    """Run the three products of a layer on small matrices in which every block has a different scale.
+    """Run a layer's three products on small matrices in which every block has a different scale.
 
     Raises:
-        ValueError: a product differs from the emulation by more than rounding, as if scales were read in another order.
+        ValueError: a product differs from the emulation by more than rounding, as it would if scales were read in another order.
     """
     side = 2 * BLOCKS["blockwise"]
     places = torch.arange(side, device=device)
     rows, columns = places.unsqueeze(1), places.unsqueeze(0)
     numbers = ((rows * side + columns) * 37 % 101 - 50) / 50.0
-    # Neighbouring rows differ by a factor, and so do neighbouring blocks of both sizes along rows and columns.
+    # Neighbouring rows differ by a factor, and so do neighbouring blocks (both sizes) along rows and columns.
     of_rows = rows % 7 + 5 * (rows // BLOCKS["blockwise"])
     x = (numbers * 2.0 ** (of_rows + 2 * (columns // BLOCKS["mxfp8"]))).to(dtype)
     a, w, w_t = fp8.activation(x, None), fp8.weight(x, None), fp8.weight(x.t(), None)
@@ -207,7 +207,7 @@ def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _refusal(config: Fp8Config, backend: Fp8Backend, device: torch.device, reason: str) -> str:
-    """Return the config problem for a backend that does not run on the device."""
+    """Word the config problem for a backend that does not run on the device."""
     return (
         f"precision.fp8 = {config.recipe} with backend {backend} does not run on {device.type} here ({reason}). Another "
         "precision would have other speed and other bits than what was asked for. precision.fp8=null trains in precision.dtype; "

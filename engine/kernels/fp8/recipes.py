@@ -1,4 +1,4 @@
-"""The recipes of FP8: the format of each operand of a GEMM, and the blocks that share a scale.
+"""FP8 recipes: each GEMM operand's format, and the blocks that share a scale.
 
     recipe       activations, gradients         weights                 gradients' format   scale
     tensorwise   one scale for the tensor       one for the tensor      e5m2, or e4m3       largest / amax, in fp32
@@ -8,9 +8,9 @@
 Activations and weights are in e4m3 (3 mantissa bits, at most 448); e5m2 has 2 mantissa bits and at most 57,344 (2209.05433, table
 1). `tensorwise` is current scaling: the scale comes from the tensor itself, not from its history. `blockwise` is DeepSeek-V3's
 (2412.19437, section 3.3.2), with scales rounded to powers of two, so that scaling loses no bit. `mxfp8` is the OCP Microscaling
-format (2310.10537) with stored (inverse) scales rounded up (2506.08027), so that no number exceeds the largest.
+format (2310.10537) with stored (inverse) scales rounded up (2506.08027), so that no value exceeds the format's largest number.
 
-Each GEMM of a layer is A B^T of two matrices that are quantised along their rows, which is the contraction:
+Each of a layer's GEMMs computes A B^T from two matrices that are quantised along their rows, the contracted dim:
 
     forward                 Y [n, out]    = X [n, in] (W [out, in])^T
     gradient of the input   dX [n, in]    = dY [n, out] (W^T [in, out])^T
@@ -33,7 +33,7 @@ from triaxis.engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, a
 _MANTISSA_BITS = 23
 _EXPONENT_BITS = 0xFF << _MANTISSA_BITS
 _BITS_OF_1 = 127 << _MANTISSA_BITS
-"""fp32 as integers: number of mantissa bits, mask of the exponent, bits of 1.0."""
+"""fp32 read as integers: mantissa bit count, exponent mask, and the bits of 1.0."""
 
 
 class Fp8Format(NamedTuple):
@@ -44,12 +44,12 @@ class Fp8Format(NamedTuple):
 
     @property
     def largest_bits(self) -> int:
-        """Return the largest number's bits in fp32."""
+        """The largest number's fp32 bits, as an integer."""
         return int.from_bytes(struct.pack("<f", self.largest), "little")
 
     @property
     def beyond(self) -> float:
-        """Return the bound below which rounding gives the largest number: half a unit of its last place above it."""
+        """Half a unit in the last place above `largest`: values between `largest` and this bound round to `largest`."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1) * torch.finfo(self.dtype).eps / 2
 
 
@@ -59,12 +59,12 @@ E5M2 = Fp8Format(FP8_E5M2, 57344.0)
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The formats and scales of the operands.
+    """Operand formats and scales.
 
     Attributes:
-        gradient: format of output gradients; inputs and weights are in e4m3.
-        activation_block: (rows, columns) of inputs or gradients that share a scale; None for the whole tensor.
-        weight_block: (rows, columns) of a weight that share a scale; None for the whole tensor.
+        gradient: output gradients' format; inputs and weights are in e4m3.
+        activation_block: (rows, columns) in inputs or gradients that share a scale; None for the whole tensor.
+        weight_block: (rows, columns) in a weight that share a scale; None for the whole tensor.
         has_powers: whether scales are rounded down to powers of two.
     """
 
@@ -75,7 +75,7 @@ class Recipe:
 
     @property
     def is_tensorwise(self) -> bool:
-        """Return whether a tensor has one scale, on which all ranks that hold a part of it must agree."""
+        """Whether a tensor has one scale, on which all ranks that hold a part of it must agree."""
         return self.activation_block is None
 
 
@@ -89,18 +89,18 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = MappingProxyType(
 
 
 def recipe_of(config: Fp8Config) -> Recipe:
-    """Return the recipe of a run, with gradients in the configured format."""
+    """Look up a run's recipe, with gradients in the configured format."""
     recipe = RECIPES[config.recipe]
     return replace(recipe, gradient=E4M3) if config.format == "e4m3" else recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix of FP8 numbers with their scales.
+    """An FP8 matrix with its scales.
 
     Attributes:
         values: FP8 numbers [rows, columns].
-        inverse: factors from FP8 to real values, fp32 [rows / r, columns / c] for blocks of r x c.
+        inverse: factors from FP8 to real values, fp32 [rows / r, columns / c] for r x c blocks.
     """
 
     values: torch.Tensor
@@ -114,25 +114,25 @@ class Quantised:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of a tensor, a scalar in the dtype of scales: a function for `Fusion`."""
+    """Compute a tensor's largest absolute value, a scalar in the scales' dtype; a function for `Fusion`."""
     return x.abs().amax().to(SCALE_DTYPE)
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with contiguous rows, as a GEMM reads them: a function for `Fusion`."""
+    """Copy a matrix to contiguous rows, as a GEMM reads them; a function for `Fusion`."""
     return x.contiguous()
 
 
 def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> torch.Tensor:
-    """Compute the factor that maps numbers up to `largest` (any shape, the dtype of scales) to the range of a format.
+    """Compute the factor that maps numbers up to `largest` (any shape, in the scales' dtype) to a format's range.
 
-    It is 1 for `largest` = 0 and finite for tiny values; an infinity or NaN in `largest` stays visible in the quantised matrix.
+    It is 1 for `largest` = 0 and finite for tiny values. An infinity or NaN in `largest` stays visible in the quantised matrix.
     """
     if not has_powers:
         scale = (into.largest / largest).clamp(max=torch.finfo(SCALE_DTYPE).max)
         return torch.where(largest == 0, torch.ones_like(scale), scale)
-    # A quotient rounded down to a power of two is the difference of the operands' fp32 bits with the mantissa cleared. This is
-    # exact, unlike a division on a GPU. The clamp bounds the factor by 2^126, whose reciprocal is not subnormal.
+    # To round a quotient down to a power of two, subtract the operands' fp32 bits and clear the mantissa. This is exact, unlike a
+    # division on a GPU. The clamp bounds the factor by 2^126, whose reciprocal is not subnormal.
     bits = largest.view(torch.int32)
     powers = ((into.largest_bits - bits).clamp(max=126 << _MANTISSA_BITS) + _BITS_OF_1) & _EXPONENT_BITS
     powers = torch.where(bits == 0, _BITS_OF_1, powers).view(SCALE_DTYPE)
@@ -152,11 +152,11 @@ def quantise(
 
     Args:
         x: matrix [rows, columns] in any dtype; both sizes are multiples of the block's.
-        into: format of the result.
+        into: target format.
         block: (rows, columns) that share a scale; None for the whole matrix.
         has_powers: whether scales are rounded down to powers of two.
-        largest: amax of the whole tensor if it has one scale; None to compute it from this matrix, or per block.
-        fusion: runner of the function; compiled, it writes each FP8 number once, in contiguous rows.
+        largest: amax over the whole tensor if it has one scale; None to compute it from this matrix, or per block.
+        fusion: runner for the function; compiled, it writes each FP8 number once, in contiguous rows.
     """
     kernel = fusion(round_to_fp8, variant=(*x.shape, *x.stride(), x.dtype, into, block, has_powers))
     return Quantised(*kernel(x, largest, into, block, has_powers))
@@ -169,7 +169,7 @@ def round_to_fp8(
     block: tuple[int, int] | None,
     has_powers: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the fields of `Quantised`, with contiguous values: a function for `Fusion`, with the arguments of `quantise`."""
+    """Compute `Quantised`'s fields, with contiguous values; a function for `Fusion`, with arguments as in `quantise`."""
     rows, columns = x.shape
     # Block (i, j) is blocks[i, :, j, :], so one reduction over dims 1 and 3 gives all scales.
     r, c = block or (rows, columns)
@@ -184,12 +184,12 @@ def round_to_fp8(
 
 
 def is_bytes(x: torch.Tensor) -> bool:
-    """Return whether a tensor holds FP8 numbers as bytes (uint8, no run's dtype), the form that is sent and saved."""
+    """Whether a tensor holds FP8 numbers as bytes, the form that is sent and saved; uint8 is never a run's dtype."""
     return x.dtype == torch.uint8
 
 
 def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion) -> Quantised:
-    """View bytes [rows, columns] as FP8 numbers in the format `into`, with one scale for the tensor, from its amax `largest`."""
+    """View bytes [rows, columns] as FP8 numbers in format `into`; the tensor's only scale comes from its amax `largest`."""
     assert largest is not None, "numbers that share no scale are not kept as bytes"
     return Quantised(x.view(into.dtype), fusion(inverse_of, variant=into)(largest, into))
 

@@ -1,4 +1,4 @@
-"""The operands of a linear layer in FP8."""
+"""Roles of a linear layer's FP8 operands."""
 
 from typing import Literal, get_args
 
