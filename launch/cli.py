@@ -186,7 +186,7 @@ def _chosen(arguments: Sequence[str]) -> str:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
         hint = f"It is {RENAMED[name]} now." if name in RENAMED else hint
-        parser.error(f"there is no command {name!r}. {hint}")
+        parser.error(f"unknown command {name!r}. {hint}")
     return name
 
 

@@ -210,12 +210,16 @@ def find(path: Path) -> Candidate:
             ]
             if not others:
                 raise
-            raise CheckpointError(f"{error}\nComplete in the same folder: {', '.join(others[:3])}") from None
+            raise CheckpointError(
+                f"{error}\nComplete checkpoints in the same folder: {', '.join(others[:3])}"
+            ) from None
     damaged: list[str] = []
     for folder in (path, folder_of_run(path)):
         candidate = next(CheckpointDirectory(folder).candidates(damaged), None)
         if damaged:
-            complete = "No other one is complete." if candidate is None else f"Complete is: {candidate.folder}"
+            complete = (
+                "No other one is complete." if candidate is None else f"The newest complete one: {candidate.folder}"
+            )
             raise CheckpointError(f"{damaged[0]}\n{complete}")
         if candidate is not None:
             return candidate
@@ -243,10 +247,10 @@ def _is_one(path: Path) -> bool:
 def _nothing(path: Path) -> CheckpointError:
     folder = folder_of_run(path)
     elsewhere = "" if folder == path / CHECKPOINTS else f", nor in its checkpoint.dir = {folder}"
-    what = "there is no such folder" if not path.exists() else f"no step_<number> folder is in it{elsewhere}"
+    what = "there is no such folder" if not path.exists() else f"it contains no step_<number> folder{elsewhere}"
     return CheckpointError(
-        f"{path}: {what}, so there is no checkpoint to read, and random weights must not take its place. Give a checkpoint "
-        "(step_00001000), a folder of checkpoints, or a run directory."
+        f"{path}: {what}, so there is no checkpoint to read, and the run must not start from random weights instead. Give a "
+        "checkpoint (step_00001000), a folder of checkpoints, or a run directory."
     )
 
 

@@ -119,5 +119,6 @@ def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollba
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is damaged ({error}): it names the samples that this run leaves out, and without it they would be trained on. "
-            'Restore it, or write what the files in events/ say of them: {"skipped": [[first, stop], ...], "num_rollbacks": 1}'
+            "Restore it, or write the ranges that the files in events/ record: "
+            '{"skipped": [[first, stop], ...], "num_rollbacks": 1}'
         ) from None

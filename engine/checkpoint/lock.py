@@ -95,7 +95,7 @@ def _lock(folder: Path, advice: str) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise TriaxisError(
-            f"another run is alive and writes in {folder}; two would mix their files. Wait for it or end it, or {advice}"
+            f"another live run is writing to {folder}, and two runs would mix their files. Wait for it, stop it, or {advice}"
         ) from None
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
@@ -120,5 +120,6 @@ def _open(path: Path) -> int:
 
 def _no_lock(path: Path, kind: str) -> TriaxisError:
     return TriaxisError(
-        f"{path} is {kind}, where the file must be that keeps two runs apart. Remove or rename it, and give the command again."
+        f"{path} is {kind}, but it must be a regular file: it is the lock that keeps two runs apart. Remove or rename it, and "
+        "give the command again."
     )

@@ -147,7 +147,7 @@ def _candidates(
         assert directory is not None, "a start from scratch looks for none"
         what = "\n".join(passed_over) or f"{directory.path} holds none any more."
         raise CheckpointError(
-            f"this run has saved checkpoints, but none of them can be loaded, and starting from random weights would lose it:\n"
+            "this run has saved checkpoints, but none of them can be loaded, and random weights would lose its training:\n"
             f"{what}\nRestore one; or add --from-scratch to start again (what is there is moved aside, not removed)."
         )
     if config.checkpoint.load is None:
@@ -295,7 +295,9 @@ def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
     is_saved, is_kept = EMA in manifest.kinds, EMA in engine.optimizer.state_kinds
     if is_saved == is_kept:
         return []
-    return ["ema: none was saved, so it starts as the loaded weights" if is_kept else "ema: the saved one is left out"]
+    return [
+        "ema: none was saved, so it starts as the loaded weights" if is_kept else "ema: the saved average is not loaded"
+    ]
 
 
 def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
@@ -312,14 +314,14 @@ def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequenc
         return [f"{TOKENIZER}: bytes were assumed there; the corpus records another one"]
     if TOKENIZER in differed:
         raise CheckpointError(
-            f"{candidate.folder}: data.tokenizer is another tokenizer than the one it was trained with: the same ids would mean "
-            "other text. Give the original one; to begin again with these weights: checkpoint.load_what=weights"
+            f"{candidate.folder}: data.tokenizer is not the tokenizer it was trained with, so the same ids would mean other text. "
+            "Give the original one; to start again with these weights: checkpoint.load_what=weights"
         )
     if differed and not any(name == "data" or name.startswith("data.") for name in accept):
         raise CheckpointError(
-            f"{candidate.folder}: the training data are not those it was trained on: the fingerprint of {', '.join(differed)} "
-            "differs though the names are the same. Samples would be repeated or left out silently. Restore the "
-            f"corpora, or, if the change is meant: {accepting([*accept, 'data'])}"
+            f"{candidate.folder}: the training data differ from those it was trained on: same names, but other fingerprints for "
+            f"{', '.join(differed)}. Samples would be repeated or left out silently. Restore the corpora, or, if the change is "
+            f"intended: {accepting([*accept, 'data'])}"
         )
     return [f"{part}: other data (accepted)" for part in differed]
 
@@ -330,8 +332,8 @@ def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
     (numel,) = topology.axis("world").sum_values([saved_numel(engine.optimizer)], topology.device, "begin")
     if int(numel) != manifest.num_parameters:
         raise CheckpointError(
-            f"{candidate.folder} holds {manifest.num_parameters:,} parameters, this model has {int(numel):,}: it is of another "
-            "model, and what is left out would change the function. Give the config that it was trained with."
+            f"{candidate.folder} holds {manifest.num_parameters:,} parameters, but this model has {int(numel):,}. It belongs to "
+            "another model, whose function would change. Give the config that it was trained with."
         )
     saved_dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
     if saved_dtypes != {str(engine.optimizer.wide).removeprefix("torch.")}:

@@ -131,12 +131,11 @@ def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens:
         saved = Config.model_validate({key: value for key, value in there.items() if key != "format_version"})
         difference = past_differs(saved, config, consumed_tokens)
     except ValidationError:
-        difference = "its configuration is not whole, so what it has read is unknown"
+        difference = "its configuration is incomplete, so it is unknown which data it has read"
     if difference is not None:
         raise CheckpointError(
-            f"{source} has consumed {consumed_tokens:,} tokens in another way than the phases of this run say: {difference}. "
-            "Samples would be repeated or left out silently. Let the phases up to there be those that were trained; change what is "
-            "ahead."
+            f"{source} has consumed {consumed_tokens:,} tokens differently from this run's phases: {difference}. Samples would be "
+            "repeated or left out silently. Keep the phases up to that point as they were trained; change only later ones."
         )
 
 

@@ -45,7 +45,7 @@ from triaxis.engine.comm.agreement import SaveFlags
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.config.groups import is_frozen
 from triaxis.engine.config.tree import Config
-from triaxis.engine.errors import CheckpointError, SaveError
+from triaxis.engine.errors import CheckpointError, SaveError, counted
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.step import Engine
 
@@ -269,7 +269,7 @@ class CheckpointSaver:
             self._world, "" if error is None else _text(error), self._engine.topology.device, "checkpoint"
         )
         told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-        self._failure = "; ".join(told[:3]) + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
+        self._failure = "; ".join(told[:3]) + (f"; and {counted(len(told) - 3, 'more rank')}" if len(told) > 3 else "")
         if self._world.index == 0:
             shutil.rmtree(self._partial(self._saving), ignore_errors=True)
         step = self._saving.step
@@ -289,7 +289,7 @@ class CheckpointSaver:
         missing = [part.stem for part in parts if not part.exists()]
         if missing:
             raise CheckpointError(
-                f"{len(missing)} ranks have written their files where rank 0 cannot see them ({', '.join(missing[:3])}): "
+                f"rank 0 cannot see the files of {counted(len(missing), 'rank')} ({', '.join(missing[:3])}): "
                 f"{self._directory.path} must be on storage that all nodes share. Set checkpoint.dir to such a folder"
             )
         files = [DataFile.model_validate_json(part.read_bytes()) for part in parts]

@@ -102,10 +102,10 @@ def open_datasets(
         return Datasets(train, valid, test, digest, lambda skipped: train)
     named = [source.path for source in [*data_config.train, *(data_config.valid or [])]]
     corpora = {prefix: _open_corpus(prefix, vocab_size, data_config.tokenizer or BYTES, own) for prefix in named}
-    again = "each of its samples would come again as another. Name it once, with the sum of the weights."
+    again = "its samples would be read twice. Name it once, with the sum of the weights."
     for field, blended in (("data.train", data_config.train), ("data.valid", data_config.valid or [])):
         refuse_repeated(field, [corpora[source.path] for source in blended], again)
-    other = "validation would be on what the run trains on. Where it is meant so, give both one spelling of the path."
+    other = "validation would use training data. If that is intended, use the same spelling of the path in both."
     refuse_repeated("data.train with data.valid", list(corpora.values()), other)
     folder = cache_dir or data_config.cache_dir
 
@@ -298,8 +298,8 @@ def _open_corpus(prefix: str, vocab_size: int, tokenizer: str, own: Extension) -
             "Set model.vocab_size to the size of the tokenizer that made it, or prepare" if smallest >= 0 else "Prepare"
         )
         raise DataError(
-            f"{prefix} has ids from {smallest:,} to {largest:,}, but model.vocab_size = {vocab_size:,}: there is no embedding for "
-            f"them. {mend} the corpus again."
+            f"{prefix} has ids from {smallest:,} to {largest:,}, but model.vocab_size = {vocab_size:,}: some ids would have no "
+            f"embedding. {mend} the corpus again."
         )
     return corpus
 

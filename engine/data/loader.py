@@ -101,7 +101,7 @@ class Batches:
         cut: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
         if prefetch_steps < 1:
-            raise DataError(f"prefetch_steps = {prefetch_steps}: at least 1; the step that is asked for must be read.")
+            raise DataError(f"prefetch_steps = {prefetch_steps}: must be at least 1.")
         step_sample_ids(consumed_samples, global_batch_size, micro_batch_size, dp, dp_rank)
         self.dataset = dataset
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
@@ -128,7 +128,7 @@ class Batches:
             DataError: the batches are closed, or a sample cannot be read.
         """
         if self._closed:
-            raise DataError("these batches are closed; open new ones from the number of consumed samples.")
+            raise DataError("the batches are closed; create new ones with the current consumed_samples.")
         microbatches = self._ahead[0].result()
         self._ahead.popleft()
         self._read_one_more()
@@ -223,7 +223,8 @@ def weighted(
     weights = torch.cat([weigh(*row) for row in rows]).to(torch.get_default_dtype())
     if weights.shape != microbatch.labels.shape or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise DataError(
-            f"the weights of the extension's loss are {list(weights.shape)} from {float(weights.min())} to {float(weights.max())}: "
-            f"they must be {list(microbatch.labels.shape)}, finite and at least 0, because the loss is divided by their sum."
+            f"the extension's loss weights have the shape {list(weights.shape)} and go from {float(weights.min())} to "
+            f"{float(weights.max())}. They must have the shape {list(microbatch.labels.shape)}, and be finite and at least 0, "
+            "because the loss is divided by their sum."
         )
     return replace(microbatch, loss_mask=weights, num_tokens=weights.sum(dtype=torch.float64).item())

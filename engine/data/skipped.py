@@ -39,8 +39,8 @@ class SkippedRanges:
         for start, stop in sorted(ranges):
             if not 0 <= start < stop:
                 raise DataError(
-                    f"the skipped range [{start}, {stop}) is none: ids begin at 0, and the second number is the id after the last "
-                    f"one that is left out."
+                    f"the skipped range [{start}, {stop}) is invalid: the first id must be at least 0, and the second number, "
+                    f"the id after the last skipped one, must be larger."
                 )
             if merged and start <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))

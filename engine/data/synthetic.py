@@ -36,7 +36,9 @@ class SyntheticDataset:
         count_document_starts: bool = True,
     ) -> None:
         if not 0 <= mask_fraction < 1:
-            raise DataError(f"mask_fraction = {mask_fraction}: a probability below 1; without labels there is no loss.")
+            raise DataError(
+                f"mask_fraction = {mask_fraction}: must be at least 0 and below 1, or no label is left for the loss."
+            )
         self.seed, self.vocab_size, self.seq_length, self.mask_fraction = seed, vocab_size, seq_length, mask_fraction
         self.mean_document_length, self.count_document_starts = mean_document_length, count_document_starts
 

@@ -107,15 +107,15 @@ class Guard:
         policy = self._config.on_nonfinite
         self._num_skips_in_a_row += 1
         if policy == "skip" and self._num_skips_in_a_row <= self._config.max_skips_in_a_row:
-            self._notices.on_trouble(kind, step, f"{message} Its update is left out.", policy=policy, **details)
+            self._notices.on_trouble(kind, step, f"{message} Its update is skipped.", policy=policy, **details)
             return
         self._notices.on_trouble(kind, step, message, policy=policy, **details)
         if policy == "rollback":
             raise RollbackRequested(step, (first, stop), error)
         if policy == "skip":
             raise DivergenceError(
-                f"{error} {self._config.max_skips_in_a_row} updates in a row were left out "
-                "(resilience.max_skips_in_a_row): the weights themselves are spoiled. Continue from an older checkpoint."
+                f"{error} {self._config.max_skips_in_a_row} updates in a row were skipped "
+                "(resilience.max_skips_in_a_row): the weights themselves are damaged. Continue from an older checkpoint."
             )
         raise DivergenceError(error)
 
@@ -124,8 +124,8 @@ class Guard:
         self._notices.on_trouble(
             "no_labels",
             step,
-            f"step {step + 1:,} on samples {first:,} to {stop - 1:,}: no label of theirs is counted, so there is no loss "
-            "(data.count_document_starts=false leaves out the first token of each document). Its update is left out.",
+            f"step {step + 1:,} on samples {first:,} to {stop - 1:,}: none of their labels counts, so there is no loss "
+            "(data.count_document_starts=false leaves out the first token of each document). Its update is skipped.",
             samples=[first, stop],
         )
 
@@ -139,13 +139,13 @@ class Guard:
         message = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}: {result.why}."
         self._num_skips_in_a_row += 1
         self._notices.on_trouble(
-            "outlier", step, f"{message} Its update is left out.", **_details(result, samples, finding=None)
+            "outlier", step, f"{message} Its update is skipped.", **_details(result, samples, finding=None)
         )
         if self._num_skips_in_a_row > (most := self._config.max_skips_in_a_row):
             raise DivergenceError(
-                f"{message} {most} updates in a row were left out before (resilience.max_skips_in_a_row): this is no outlier any "
-                "more, and the mean, which has only updates that were made, will not follow. Continue from an older checkpoint, or "
-                "with a larger resilience.skip_above_deviations."
+                f"{message} {most} updates in a row were skipped before (resilience.max_skips_in_a_row), so this is no longer an "
+                "outlier. The mean is over updates that were made, and will not follow. Continue from an older checkpoint, or with "
+                "a larger resilience.skip_above_deviations."
             )
 
     def samples(self, step: int) -> tuple[int, int]:
@@ -170,9 +170,9 @@ class Guard:
         message = f"step {step + 1:,}: " + "; ".join(found)
         self._notices.on_trouble("replicas_differ", step, f"{message}.", differences=found)
         raise ReplicaError(
-            f"{message}. These weights must be the same bit by bit; {before}. Memory, a link or a kernel of a rank that is named "
-            "has failed, and its gradients have reached the weights of all ranks. Remove its node, and continue from a checkpoint "
-            "from before (write its name into checkpoints/latest)."
+            f"{message}. These weights must be bitwise equal; {before}. Memory, a link or a kernel of a named rank has failed, and "
+            "its gradients have reached the weights of all ranks. Remove its node, and continue from an earlier checkpoint (write "
+            "its name into checkpoints/latest)."
         )
 
 

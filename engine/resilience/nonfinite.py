@@ -89,8 +89,8 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
         return min(found, key=lambda entry: entry[:2])[2]
     return FirstNonFinite(
         None,
-        "Made again, every output and gradient on every rank is finite: the sum over ranks overflows, or what went wrong does not "
-        "happen twice (a fault of the hardware, or kernels that are not deterministic)",
+        "When the step is repeated, every output and gradient on every rank is finite: the sum over ranks overflows, or the fault "
+        "does not repeat (a hardware fault, or kernels that are not deterministic)",
     )
 
 

@@ -141,7 +141,7 @@ def _sentence(axis: Axis, odd: Sequence[int], names: Sequence[str]) -> str:
         return f"ranks {_list(axis.ranks)} ({axis.name} replicas) differ in {weights}, and no majority shows which one is wrong"
     others = [rank for rank in axis.ranks if rank not in odd]
     who = f"rank {odd[0]} holds" if len(odd) == 1 else f"ranks {_list(odd)} hold"
-    return f"{who} another {weights} than ranks {_list(others)} ({axis.name} replicas)"
+    return f"{who} a different {weights} than ranks {_list(others)} ({axis.name} replicas)"
 
 
 def _list(ranks: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from triaxis.engine.checkpoint.format.manifest import TrainingState
 from triaxis.engine.checkpoint.history import RunHistory
 from triaxis.engine.checkpoint.resume import go_back
 from triaxis.engine.comm.texts import announce
-from triaxis.engine.errors import CheckpointError, DivergenceError
+from triaxis.engine.errors import CheckpointError, DivergenceError, counted
 from triaxis.engine.resilience.guard import GuardNotices
 from triaxis.engine.step import Engine
 from triaxis.engine.steps_in_flight import RollbackRequested
@@ -55,8 +55,8 @@ class Rollback:
         history, most = self._history, self._engine.config.resilience.max_rollbacks
         if history.num_rollbacks >= most:
             raise DivergenceError(
-                f"{request.why} The run has gone back {history.num_rollbacks} times already (resilience.max_rollbacks = "
-                f"{most}): leaving samples out does not help."
+                f"{request.why} The run has already gone back {counted(history.num_rollbacks, 'time')} (resilience.max_rollbacks "
+                f"= {most}): leaving out samples does not help."
             )
         history.skipped = history.skipped.with_([request.samples])
         history.num_rollbacks += 1
@@ -88,6 +88,6 @@ class Rollback:
         reason = announce(world, reason, self._engine.topology.device, "rollback")
         if reason:
             raise CheckpointError(
-                f"which samples are left out cannot be written down: {reason}. A later attempt would train on them. Make room or "
-                "restore access, and give the same command again."
+                f"the samples to leave out cannot be recorded: {reason}. A later attempt would train on them. Make room or restore "
+                "access, and give the same command again."
             )

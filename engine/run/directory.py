@@ -235,7 +235,7 @@ class RunDirectory:
             if config.checkpoint.saves:
                 folder.mkdir(parents=True, exist_ok=True)
             if folder.exists():
-                self._locks.append(FolderLock(folder, "name another folder by checkpoint.dir"))
+                self._locks.append(FolderLock(folder, "set checkpoint.dir to another folder"))
 
     def _write_config(self, config: Config) -> None:
         if (extension := config.model.extension) is not None:
@@ -406,14 +406,14 @@ def _path_of(runs_dir: str | Path, name: str) -> Path:
 
 @contextmanager
 def _explaining_runs(runs_dir: str | Path, name: str) -> Iterator[None]:
-    advice = "Name a folder that this user can write, by runtime.runs_dir, or start under another name: RUN_NAME=..."
+    advice = "Set runtime.runs_dir to a folder that this user can write, or start under another name: RUN_NAME=..."
     with explaining_storage(Path(runs_dir) / name, "what this run writes", advice):
         yield
 
 
 @contextmanager
 def _explaining_checkpoints(folder: Path) -> Iterator[None]:
-    with explaining_storage(folder, "checkpoints", "Name a folder that this user can write, by checkpoint.dir."):
+    with explaining_storage(folder, "checkpoints", "Set checkpoint.dir to a folder that this user can write."):
         yield
 
 

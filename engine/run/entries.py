@@ -151,14 +151,14 @@ def check_same_config(path: Path, config: Config) -> None:
     try:
         there = read_yaml(read_regular(written).decode())
     except (ValueError, yaml.YAMLError) as error:
-        raise _damaged(written, f"it is no YAML ({error})", _LOST_CONFIG) from None
+        raise _damaged(written, f"it is not valid YAML ({error})", _LOST_CONFIG) from None
     if not isinstance(there, Mapping):
         raise _damaged(written, "it holds no fields", _LOST_CONFIG)
     try:
         refuse(changes(translated(there), config), config.checkpoint.accept, f"the run in {path} ({CONFIG})")
     except CheckpointError as error:
         raise TriaxisError(
-            f"{error}\nIts metrics would no longer be those of one run. Or start this one under another name: "
+            f"{error}\nThe metrics would mix two runs. To keep them apart, start this one under another name: "
             f"RUN_NAME={next_name(path)}"
         ) from None
 
@@ -175,7 +175,7 @@ def read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
         results = read_object(marker)
         steps = None if results is None else results.get("steps", 0)
         if isinstance(steps, bool) or not isinstance(steps, int | None):
-            raise ValueError(f"steps = {steps!r} is no count")
+            raise ValueError(f"steps = {steps!r} is not a whole number")
     except ValueError as error:
         raise _damaged(marker, str(error), _LOST_RESULTS) from None
     if results is None:
@@ -185,7 +185,7 @@ def read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
     return None if longer and (path / SAVED).exists() else results
 
 
-_LOST_CONFIG = "it says under which configuration the metrics of this run were made"
+_LOST_CONFIG = "it records the configuration that produced this run's metrics"
 _LOST_RESULTS = "it records that this run is finished, and its results"
 
 

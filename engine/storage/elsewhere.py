@@ -60,13 +60,13 @@ def how_to_bring(name: str | Path) -> str:
     text = str(name)
     match = _ADDRESS.fullmatch(text)
     if match and not (match[1] == "hf" and _HUB_NAME.fullmatch(match[2])):
-        return f"{_LOCAL}: give a path here, and copy between the two with the tool of the store."
+        return f"{_LOCAL}: give a local path, and copy the files with the store's own tool."
     repository = match[2] if match else text
     if not _HUB_NAME.fullmatch(repository) or Path(repository.partition("/")[0]).exists():
         return ""
     kind = " --repo-type dataset" if repository.startswith("datasets/") else ""
     line = f"hf download {shlex.quote(repository.removeprefix('datasets/'))}{kind} --local-dir FOLDER"
-    return f"{_LOCAL}. A name on the Hugging Face Hub becomes a folder here by  {line}"
+    return f"{_LOCAL}. To download this name from the Hugging Face Hub into a folder:  {line}"
 
 
 def pointer_of(path: Path) -> tuple[str, str] | None:
@@ -83,4 +83,4 @@ def pointer_of(path: Path) -> tuple[str, str] | None:
 def how_to_get(path: Path) -> str:
     """Explain how to replace a pointer with its file; "" for any other file."""
     found = pointer_of(path)
-    return "" if found is None else f" It is a pointer of {found[0]}: `{found[1]}` in its repository brings the file."
+    return "" if found is None else f" It is a {found[0]} pointer: run `{found[1]}` in its repository to get the file."

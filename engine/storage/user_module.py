@@ -99,7 +99,7 @@ def find_sources(source: str) -> Sources:
             raise UserModuleError(f"Python fails to look for it ({type(error).__name__}: {error})") from error
         if spec is None or not spec.has_location or spec.origin is None:
             raise UserModuleError(
-                "Python finds no module of this name, and it is no path: that has a / or ends with .py"
+                "Python finds no module with this name, and it is not a path (a path contains / or ends with .py)"
             )
         return Sources(Path(spec.origin), source)
     path = Path(source)
@@ -157,7 +157,9 @@ def keep(run: Path, source: str, digest: str) -> None:
     """
     sources = find_sources(source)
     if sources.digest() != digest:
-        raise UserModuleError(f"{source} has changed since it was loaded: the run would keep what it does not train")
+        raise UserModuleError(
+            f"{source} has changed since it was loaded: the run's copy would differ from the code it trains"
+        )
     for inside, path in sources.files():
         copy = _kept(run, digest) / sources.root.name / inside
         copy.parent.mkdir(parents=True, exist_ok=True)

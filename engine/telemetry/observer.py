@@ -150,8 +150,8 @@ class TrainingObserver:
         """Record that memory ran short in step `step`, counted from 0; the next steps post their receives late."""
         ranks = counted(num_ranks, "rank")
         message = (
-            f"the allocator of {ranks} had to free memory and ask again: the next steps post each receive right before its use, so "
-            "that no device waits for another then. They are slower; a layout or recompute choice that holds less avoids it"
+            f"the allocator of {ranks} ran short of memory and had to free some. The next steps post each receive right before its "
+            "use, so that no device waits meanwhile. They are slower; a layout or recompute choice that holds less avoids this"
         )
         self.telemetry.notice("allocator_retry", message, step=step + 1, num_ranks=num_ranks)
 

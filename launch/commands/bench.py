@@ -88,8 +88,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--layouts",
         metavar="'tp=N,pp=N;...'",
-        help=f"layouts, parted by ;. Each is of {', '.join(LAYOUT_WORDS)}; what is not named is 1 (sp: off; dp: as many as there "
-        "are ranks for). Default: the config's own",
+        help=f"layouts, separated by ';'. Each is of {', '.join(LAYOUT_WORDS)}; what is not named is 1 (sp: off; dp: as "
+        "many as there are ranks for). Default: the config's own",
     )
     add_world_size(parser, "ranks of each layout whose dp is open (default: the GPUs; on a CPU one replica)")
     parser.add_argument(

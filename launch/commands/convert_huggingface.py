@@ -142,8 +142,8 @@ def export_huggingface(args: argparse.Namespace) -> None:
         model = ModelConfig.model_validate(recorded_config(candidate).get("model", {}))
     except ValidationError as error:
         raise CheckpointError(
-            f"{candidate.folder} does not say what model it is: model.{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}. "
-            "Its tensors could not be named. Make the checkpoint again."
+            f"the manifest of {candidate.folder} has an invalid model: model.{error.errors()[0]['loc'][0]}: "
+            f"{error.errors()[0]['msg']}. Its tensors could not be named. Write the checkpoint again."
         ) from None
     refuse_own_parts(model, "transformers")
     name, tokenizer, notes = tokenizer_of(candidate, args.tokenizer, model.vocab_size)

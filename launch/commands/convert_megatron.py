@@ -57,7 +57,7 @@ def import_megatron(args: argparse.Namespace) -> None:
     has_moments = stored is not None and not args.weights_only
     if has_moments:
         check_optimizer(source)
-        notes.append("samples come in our order from here on: Megatron's own order is not replayed")
+        notes.append("from here on, samples come in Triaxis's order: Megatron's own order is not replayed")
     prefixes = TRAINING if has_moments else WEIGHTS
     check(source, model, prefixes)
     state = training_state(source) if has_moments else TrainingState.at_start()
@@ -176,8 +176,8 @@ def _model(
         return config.model, known, []
     if not theirs:
         raise CheckpointError(
-            f"{source} holds no arguments of Megatron's, so nothing says how many heads the model has. Give a config of ours "
-            "with its model section: --config YAML."
+            f"{source} holds no Megatron arguments, so the number of heads is unknown. Give a Triaxis config with the "
+            "model section: --config YAML."
         )
     model = ModelConfig.model_validate(model_section(theirs, args.vocab_size, source))
     try:
@@ -208,8 +208,9 @@ def _validated(kind: Any, values: Any, folder: Path) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(
-            f"{folder} does not say what it is of: {'.'.join(map(str, first['loc']))}: {first['msg']}. Its tensors could not be "
-            "named. Make the checkpoint again, or export the weights alone: --weights-only."
+            f"the manifest of {folder} has an invalid configuration: {'.'.join(map(str, first['loc']))}: "
+            f"{first['msg']}. Its tensors could not be named. Write the checkpoint again, or export only the weights: "
+            "--weights-only."
         ) from None
 
 

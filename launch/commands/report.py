@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.timeline:
         useless = typed(args, "cluster", "output", "open")
-        refuse(f"{word} with --timeline: it is for the page, which is not made. Leave one out." for word in useless)
+        refuse(
+            f"{word} with --timeline: no page is made, so {word} would do nothing. Leave one out." for word in useless
+        )
         merged = merge(args.run)
         print(merged)
         print_json(args, {"timeline": str(merged)})

@@ -195,13 +195,12 @@ def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
 
     if given := typed(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(
-            f"{args.config} together with {', '.join(given)}: the configuration says these sizes, and two answers would leave "
-            "open what was checked. Give one of them; a size of the configuration is changed with an override, such as "
-            "parallel.pp=4."
+            f"{args.config} together with {', '.join(given)}: the config sets these sizes too, so it would be unclear "
+            "which were meant. Give only one; to change a size of the config, write an override, such as parallel.pp=4."
         )
     check_counts(dp=args.dp, world_size=args.world_size)
     if args.dp is not None and args.world_size is not None:
-        raise ScheduleError("--dp together with --world-size: each says how many replicas there are. Give one of them.")
+        raise ScheduleError("--dp together with --gpus: both set the number of replicas. Give one of them.")
     config = load_config(
         args.config, args.overrides, os.environ, world_size=args.world_size, more_rules=[schedule_file_runs]
     )

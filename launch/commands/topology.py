@@ -93,15 +93,15 @@ def _sizes(args: argparse.Namespace) -> tuple[Config | None, ParallelSizes]:
             refuse(f"{word}: {unnamed}" for word in args.overrides)
         if args.world_size is not None:
             raise TopologyError(
-                f"--world-size {args.world_size} belongs to a config; here the world is tp x cp x pp x dp. Leave it out, or change "
-                f"--dp."
+                f"--gpus {args.world_size} needs a config; without one, the number of ranks is tp x cp x pp x dp. "
+                "Leave it out, or change --dp."
             )
         return None, ParallelSizes(**given)
     if given:
         flags = " ".join(f"--{name} {size}" for name, size in given.items())
         raise TopologyError(
-            f"{flags} and {args.config}: both say what the layout is. Leave one out; a size of the config is changed with an "
-            f"override, such as parallel.tp=2."
+            f"{flags} and {args.config}: both set the layout. Leave one out; to change a size of the config, write an "
+            "override, such as parallel.tp=2."
         )
     config = load_config(args.config, args.overrides, os.environ)
     if args.allow_tp_across_nodes:

@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
     if asked.config.model.own.loss is not None and not args.full_size:
         console.print(
             f"[yellow]ids are below {asked.config.model.vocab_size} and samples have {asked.config.model.seq_length} tokens[/]: "
-            "what your loss does with others was not tried; --full-size tries it"
+            "larger ids and longer samples were not tried with your loss; --full-size tries them"
         )
     print_json(args, certificate(asked, verdict), args.output)
     return EQUAL if verdict.equal else DIFFERENT
@@ -194,7 +194,7 @@ def _layout_words(args: argparse.Namespace) -> list[str] | None:
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.steps < 1:
-        yield f"--steps {args.steps}: at least one step is compared."
+        yield f"--steps {args.steps}: must be at least 1, or nothing would be compared."
     yield from above("steps", args.steps, MOST_STEPS, "no run makes more")
     if args.config is None and not args.matrix:
         yield "neither a config nor --matrix: nothing says what to verify. Give a config, or --matrix for built-in models."
@@ -214,9 +214,9 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.subject is not None and args.dtype not in TOLERANCES:
         yield f"--dtype {args.dtype} with --subject: no rounding of it is known. Give one of {', '.join(TOLERANCES)}."
     if args.timeout is not None and args.timeout < 1:
-        yield f"--timeout {args.timeout}: a run takes at least a second."
+        yield f"--timeout {args.timeout}: must be at least 1 second, or no run could finish."
     if args.max_ranks < 2:
-        yield f"--max-ranks {args.max_ranks}: a layout of one rank is the reference itself. At least 2."
+        yield f"--max-ranks {args.max_ranks}: must be at least 2; a layout of one rank is the reference itself."
     yield from above("max_ranks", args.max_ranks, LARGEST_WORLD, "no run has more ranks")
 
 
@@ -419,16 +419,17 @@ def _show_tables(console: Console, asked: Trial, verdict: Verdict, against: str 
     if "routing" in verdict.largest and asked.noise is not None:
         share, layer = verdict.largest["routing"]
         console.print(
-            f"at most {share:.2%} of a layer's choices of experts ({layer}) fell otherwise by rounding, which is no verdict; the "
-            "runs went on with those of one process",
+            f"at most {share:.2%} of a layer's expert choices ({layer}) differed by rounding, which is no error; the "
+            "runs continued with the choices of one process",
             style="dim",
         )
     clip = config.optimizer.clip_grad
     unclipped = [step.grad_norm for step in verdict.reference if clip is None or step.grad_norm <= clip]
     if unclipped:
         console.print(
-            f"[yellow]clipping was not at work[/] in {len(unclipped)} of {len(verdict.reference)} steps: the gradient norm was "
-            f"{max(unclipped):.3g}, and {clip} is the limit; an error in it would not have been seen there",
+            f"[yellow]clipping was not at work[/] in {len(unclipped)} of {counted(len(verdict.reference), 'step')}: "
+            f"the gradient norm was at most {max(unclipped):.3g}, and {clip} is the limit; verify could not see an "
+            "error in it",
         )
     if not verdict.equal:
         _show_differences(console, verdict.differences, against)

@@ -44,7 +44,7 @@ def judge_compiler(seen: Examination) -> Iterator[Finding]:
     for what, hosts in lacking.items():
         named = tuple(dict.fromkeys(hosts))
         if any(one.gpu is not None for one, _ in facts):
-            text = f"there is {what}: triton builds no kernel, and `auto` falls to operators one by one"
+            text = f"there is {what}: triton cannot build kernels, so `auto` runs operator by operator"
             yield Finding(Level.WARN, "compiler", text, named, ADVICE)
         else:
             text = f"there is {what}; on a CPU only kernels that a config names `compiled` need that"

@@ -60,7 +60,7 @@ def judge_nodes(seen: Examination) -> Iterator[Finding]:
             "places",
             f"node {node} of the layout is on {_listed(names)}",
             names,
-            "Tensor-parallel groups would cross the network. Start the ranks of a node one after the other (srun "
+            "Tensor-parallel groups would cross the network. Number the ranks node by node (srun "
             "--distribution=block), or correct runtime.ranks_per_node.",
         )
     hosts_by_name = Counter(next(iter(names)) for names in hosts.values())
@@ -69,9 +69,10 @@ def judge_nodes(seen: Examination) -> Iterator[Finding]:
         yield Finding(
             Level.WARN,
             "places",
-            f"several nodes of the layout stand on {_listed(shared)}",
+            f"several layout nodes are on the same host: {_listed(shared)}",
             tuple(shared),
-            "They share its GPUs and its network. If these are machines with one name, give each its own, or none can be named.",
+            "They share its GPUs and its network. If these are machines with equal names, give each its own: doctor "
+            "tells machines apart by name.",
         )
     if not split and not shared:
         ranks, nodes = counted(len(seen.facts), "rank"), counted(len(hosts), "node")
@@ -99,9 +100,9 @@ def judge_versions(seen: Examination) -> Iterator[Finding]:
                     "versions",
                     f"{name}: {found}; {usual} elsewhere",
                     _hosts(odd),
-                    f"Make {name} equal on all nodes: ranks that differ compute or talk differently."
+                    f"Make {name} equal on all nodes; otherwise ranks may compute or communicate differently."
                     if level is Level.FAIL
-                    else f"See whether {name} may differ; the slowest node sets the pace.",
+                    else f"Check whether {name} may differ; the slowest node sets the pace.",
                 )
     if not differs:
         shown = {name: value for name, value in seen.facts[0].equal.items() if name not in ("code", "config")}
@@ -140,7 +141,7 @@ def judge_gpus(seen: Examination) -> Iterator[Finding]:
                     "NCCL goes through host memory. Look at PCIe ACS, the IOMMU and the container's rights.",
                 )
     if kinds and not wrong:
-        joined = _listed([f"{count} pairs over {kind}" for kind, count in sorted(kinds.items())])
+        joined = _listed([f"{counted(count, 'pair')} over {kind}" for kind, count in sorted(kinds.items())])
         yield Finding(Level.OK, "gpus", f"inside tensor-parallel groups: {joined}")
 
 
@@ -164,8 +165,8 @@ def judge_interfaces(seen: Examination) -> Iterator[Finding]:
         yield Finding(
             Level.WARN,
             "interfaces",
-            f"sockets use {network.interface} ({network.mbits:,} Mbit/s), and {network.fastest[0]} does "
-            f"{network.fastest[1]:,} Mbit/s",
+            f"sockets use {network.interface} ({network.mbits:,} Mbit/s), but {network.fastest[0]} is faster "
+            f"({network.fastest[1]:,} Mbit/s)",
             _hosts(slower),
             f"If that is the cluster's network, set MASTER_ADDR to an address on it, or NCCL_SOCKET_IFNAME="
             f"{network.fastest[0]}; NCCL over InfiniBand does not use these sockets for data.",
@@ -246,11 +247,11 @@ def judge_disk(seen: Examination) -> Iterator[Finding]:
     if least < needs.save_bytes:
         yield Finding(Level.FAIL, "disk", f"{sizes}: not even one fits", hosts, advice)
     elif needs.kept_saves is None:
-        yield Finding(Level.WARN, "disk", f"{sizes}, and all are kept", hosts, advice)
+        yield Finding(Level.WARN, "disk", f"{sizes}; every checkpoint is kept", hosts, advice)
     elif least < count * needs.save_bytes:
-        yield Finding(Level.WARN, "disk", f"{sizes}, and {count} lie there at once", hosts, advice)
+        yield Finding(Level.WARN, "disk", f"{sizes}; {count} are on disk at once", hosts, advice)
     else:
-        yield Finding(Level.OK, "disk", f"{sizes}; {count} at once")
+        yield Finding(Level.OK, "disk", f"{sizes}; {count} are on disk at once")
 
 
 def judge_corpora(seen: Examination) -> Iterator[Finding]:
@@ -269,7 +270,7 @@ def judge_corpora(seen: Examination) -> Iterator[Finding]:
             yield Finding(Level.FAIL, "data", text, _hosts(odd), "Copy it again: ranks would train on different text.")
     for hosts, paths in absent.items():
         advice = "Prepare it, copy it there, or mount its file system."
-        yield Finding(Level.FAIL, "data", f"{_listed(paths)}: not there", hosts, advice)
+        yield Finding(Level.FAIL, "data", f"{_listed(paths)}: missing", hosts, advice)
     if seen.facts[0].corpora and not bad and not absent:
         yield Finding(Level.OK, "data", f"{counted(len(seen.facts[0].corpora), 'file')}, equally long on all nodes")
 

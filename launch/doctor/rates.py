@@ -75,7 +75,7 @@ def judge_paths(seen: Examination) -> Iterator[Finding]:
             f"{sender} -> {receiver} (rank {path.ranks[0]} to {path.ranks[1]}): {_rate(path.bytes_per_second)}; the median "
             f"between nodes is {_rate(ends.usual)}",
             (sender, receiver),
-            f"Either what {sender} sends is slow, or what {receiver} receives, or what lies between: other pairs do not show it.",
+            f"{sender}'s sends, {receiver}'s receives or the link between them is slow; no other pair isolates it.",
         )
     if not blamed and not unclear:
         yield _against_interface(seen, by_rank, ends.usual)

@@ -201,9 +201,10 @@ class PartBook:
         for likeness, part, each in zip(likenesses(program, recorder.rank), parts, recorder.row, strict=True):
             if by_likeness.setdefault(likeness, part) != part:
                 raise ScheduleError(
-                    f"pp rank {recorder.rank}: {each} did not do what the instruction like it did before ({likeness}), so a step "
-                    f"of more microbatches cannot be put together from {program.schedule.num_microbatches} of them: bytes, calls "
-                    "or peaks would be wrong. Run all microbatches (--full), and report the configuration."
+                    f"pp rank {recorder.rank}: {each} did not cost what an earlier instruction of its kind did "
+                    f"({likeness}), so {program.schedule.num_microbatches} microbatches cannot stand for a longer "
+                    "step: bytes, calls or peaks would be wrong. Run all microbatches (--full), and report the "
+                    "configuration."
                 )
         return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness)
 

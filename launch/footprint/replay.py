@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from triaxis.engine.comm.ledger import Event
-from triaxis.engine.errors import ScheduleError
+from triaxis.engine.errors import ScheduleError, counted
 from triaxis.engine.layout.axis_groups import axis_groups
 from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.pipeline.rendezvous import Call, Conflict, MessageEnd, Place, Row, Step, Stuck, execute
@@ -155,12 +155,13 @@ class _Replay:
             rank, event = head.place[0], self.events[head.place][0]
             size = len(self.communicators[rank, event.axis][0])
             lines.append(
-                f"rank {rank}: {_words(event)} in the group of {size} is not met, and holds up {head.num_behind} calls"
+                f"rank {rank}: {_words(event)} in the group of {size} has no match and blocks "
+                f"{counted(head.num_behind, 'later call')}"
             )
         shown = "\n  ".join(lines[:8])
         return (
-            f"{len(lines)} calls or waits have no end: every rank would hang until the timeout. Each call needs its other ends, in "
-            f"one order on all ranks; the first that are stuck:\n  {shown}"
+            f"calls or waits that never end: {len(lines)}; every rank would hang until the timeout. Each call needs "
+            f"its other ends, in one order on all ranks; the first that are stuck:\n  {shown}"
         )
 
 

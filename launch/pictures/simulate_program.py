@@ -119,7 +119,7 @@ class _Call:
     """A group call on one rank.
 
     Attributes:
-        before, behind: previous and next call on the same rank in the same direction; `before` must end first.
+        before, after: previous and next call on the same rank in the same direction; `before` must end first.
         reached: time at which the rank posted it.
         cause: event that the call waited for last: an action on its rank, or the last transfer in `before`.
         unfinished: number of its transfers that have not ended.
@@ -135,7 +135,7 @@ class _Call:
     reached: float
     cause: "_Cause"
     runs: bool = False
-    behind: "_Call | None" = None
+    after: "_Call | None" = None
     waiting: bool = False
     end: float | None = None
     last: "_Moving | None" = None
@@ -200,7 +200,8 @@ class _Run:
                 for rank in stopped
             )
             raise ScheduleError(
-                f"program {self.schedule.name} does not end: {where} waits for ever. It cannot be timed; `check` shows the place."
+                f"program {self.schedule.name} deadlocks, so it cannot be timed. Ranks that wait forever: {where}. Run "
+                "`check` to see where."
             )
         return self.timeline()
 
@@ -240,7 +241,7 @@ class _Run:
         now, before = self.clock[rank], self.last_call.get((rank, post.direction))
         call = _Call(rank, post.transfers, before, len(post.transfers), now, self.latest[rank])
         if before is not None:
-            before.behind = call
+            before.after = call
         self.last_call[rank, post.direction] = call
         self.receives.update((transfer, call) for transfer in post.transfers if transfer.destination == rank)
         self.at(now, call)
@@ -280,8 +281,8 @@ class _Run:
             if call.unfinished:
                 continue
             call.end, call.last = now, moving
-            if call.behind is not None:
-                self.open(call.behind, now)
+            if call.after is not None:
+                self.open(call.after, now)
             if call.waiting:
                 call.waiting = False
                 self.advance(call.rank)

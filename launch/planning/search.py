@@ -31,7 +31,7 @@ from triaxis.engine.config.layout import (
 from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
 from triaxis.engine.config.section import Subject, divisors
 from triaxis.engine.config.tree import RULES, Config, broken_keys
-from triaxis.engine.errors import ConfigError
+from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import model_flops_per_token
@@ -257,7 +257,12 @@ def search(
     plan = Plan(cluster, usable_bytes, expert_load, margin_bytes)
     if usable_bytes <= 0:
         most = gigabytes(usable_bytes + margin_bytes)
-        raise ConfigError([f"a margin of {gigabytes(margin_bytes)} leaves nothing of {most}. Give a smaller --margin."])
+        raise ConfigError(
+            [
+                f"--margin is {gigabytes(margin_bytes)}, but only {most} may be used, so nothing would fit. Give a "
+                "smaller one."
+            ]
+        )
     order = count()
     memo: Memo = {}
     trials = list(layouts(config, cluster, plan))
@@ -271,7 +276,10 @@ def search(
     if not waiting:
         broken = ", ".join(f"{key} ({number:,} layouts)" for key, number in plan.illegal.most_common(5))
         raise ConfigError(
-            [f"no layout on {cluster.num_gpus} devices is legal; rules are broken about {broken}. Change these fields."]
+            [
+                f"no layout on {counted(cluster.num_gpus, 'device')} is legal. Fields that break rules: {broken}. "
+                "Change them."
+            ]
         )
     heapq.heapify(waiting)
     num_params = num_parameters(config.model)
@@ -310,9 +318,9 @@ def search(
         assert closest is not None
         raise ConfigError(
             [
-                f"no layout on {cluster.num_gpus} x {cluster.device} fits: of {plan.num_legal:,} legal ones the nearest, "
-                f"{closest[1]}. {'Give a smaller --margin, or take' if margin_bytes else 'Take'} more devices or ones with more "
-                "memory, precision.masters=split, offload.num_layers, or a smaller model."
+                f"no layout on {cluster.num_gpus} x {cluster.device} fits: the nearest of {plan.num_legal:,} legal "
+                f"ones, {closest[1]}. {'Give a smaller --margin, or take' if margin_bytes else 'Take'} more devices or "
+                "ones with more memory, precision.masters=split, offload.num_layers, or a smaller model."
             ]
         )
     plan.found = [

@@ -53,8 +53,8 @@ class CorpusCheck:
         found = []
         if eod_id not in (None, self.ends[0][0]):
             found.append(
-                f"{prefix}: most documents do NOT end with id {eod_id}, which the tokenizer has for it, so each runs into the next "
-                "one. Prepare the corpus again, or name the tokenizer and the token that made it (--tokenizer, --eod-token)."
+                f"{prefix}: most documents do NOT end with the tokenizer's end of a document, id {eod_id}, so each runs into the "
+                "next one. Prepare the corpus again, or name the tokenizer and the token that made it (--tokenizer, --eod-token)."
             )
         if record is not None:
             for path, own, recorded in (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path, refuse_repeated
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path
-from triaxis.engine.errors import DataError
+from triaxis.engine.errors import DataError, counted
 from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically
 
 
@@ -60,8 +60,8 @@ def split(
     if len(ranges) != len(outputs) or not all(ranges) or bounds[0] != 0 or bounds[-1] != corpus.num_documents:
         shares = ", ".join(f"{len(part):,}" for part in ranges)
         raise DataError(
-            f"{prefix} has {corpus.num_documents:,} documents, and the {len(outputs)} parts would get {shares}: each part needs "
-            f"some, and each document a part. Give as many --output as parts, and shares that leave a document to each."
+            f"{prefix} has {counted(corpus.num_documents, 'document')}, and its parts would get {shares}. Each part needs a "
+            f"document, and each document a part. Give one --output per part, and shares that leave a document for each."
         )
     if len({Path(output).resolve() for output in outputs}) < len(outputs):
         raise DataError(f"--output {' '.join(outputs)}: the second part would replace the first. Name each part once.")
@@ -140,8 +140,8 @@ def _check_agreement(corpora: Sequence[IndexedTokens], records: Sequence[CorpusR
     for corpus in corpora[1:]:
         if corpus.dtype != corpora[0].dtype:
             raise DataError(
-                f"{corpora[0].prefix} holds {corpora[0].dtype} and {corpus.prefix} {corpus.dtype}: a corpus has one type of "
-                f"tokens, and corpora of one tokenizer have the same. Prepare both with one tokenizer."
+                f"{corpora[0].prefix} holds {corpora[0].dtype}, but {corpus.prefix} holds {corpus.dtype}: a corpus has one token "
+                f"type, which follows from the tokenizer. Prepare both with one tokenizer."
             )
     known = [(corpus.prefix, record) for corpus, record in zip(corpora, records, strict=True) if record is not None]
     for prefix, record in known[1:]:
@@ -150,7 +150,7 @@ def _check_agreement(corpora: Sequence[IndexedTokens], records: Sequence[CorpusR
         one, other = _tokens_of(first, has_identity), _tokens_of(record, has_identity)
         if one != other:
             raise DataError(
-                f"{first_prefix} and {prefix} do not mean the same by their ids: {one}; {other}. Half of the merged corpus "
+                f"{first_prefix} and {prefix} use different ids for the same text: {one}; {other}. Half of the merged corpus "
                 f"would be noise to a model. Prepare both with one tokenizer."
             )
 

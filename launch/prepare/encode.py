@@ -115,8 +115,10 @@ def is_as_planned(file: InputFile, findings: Findings) -> bool:
         _unusable(file.path, error, findings)
         return False
     if now != file:
-        detail = f"changed while the corpus was made: it had {file.size:,} bytes and has {now.size:,}, or its time is another"
-        advice = "Its pieces would be of different texts. Start again when it is complete."
+        detail = (
+            f"changed while the corpus was made: it had {file.size:,} bytes and has {now.size:,}, or its mtime changed"
+        )
+        advice = "Its pieces would come from different texts. Start again when it is complete."
         findings.add(BadInput.CHANGED_FILE, InputPlace(str(file.path), detail=detail), advice)
     return now == file
 

@@ -23,7 +23,7 @@ from triaxis.engine.data.corpus.indexed import IndexedWriter, bin_path, idx_path
 from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile, Piece, ReadOptions, Unit
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path, request_digest
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
-from triaxis.engine.errors import DataError, shown
+from triaxis.engine.errors import DataError, counted, shown
 from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically
 from triaxis.launch.prepare.encode import EncodeSettings, make_part, start_worker
 from triaxis.launch.prepare.other_formats import refused_file
@@ -168,8 +168,8 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
         raise DataError(f"--workers {num_workers}: at least one process must encode.")
     if num_workers > MOST_WORKERS:
         raise DataError(
-            f"--workers {shown(num_workers)}: at most {MOST_WORKERS:,}; each is a process with a tokenizer of its own, and more "
-            "than there are cores gain nothing."
+            f"--workers {shown(num_workers)}: at most {MOST_WORKERS:,}. Each is a process with its own tokenizer, and more workers "
+            "than cores gain nothing."
         )
     identity = _identity(request)
     findings = Findings(request.on_bad)
@@ -197,7 +197,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
         raise DataError(
             f"preparing {request.output} failed: {error.strerror or error} ({error.filename or folder}). There is "
             f"no complete corpus of these inputs. Check that file's permissions and the room on its disk, or choose another "
-            f"--output; what is whole is kept in {request.parts}."
+            f"--output. Finished parts are kept in {request.parts}."
         ) from error
     return Prepared(record, already_there=False)
 
@@ -225,9 +225,9 @@ def _refuse_another_corpus(
     there = [path for path in (bin_path(output), idx_path(output)) if path.exists()]
     if may_replace or not there or (existing and existing.request == digest):
         return
-    why = "it was made of other inputs, or of inputs that have changed since, or with another tokenizer or key"
+    why = "it was made from other inputs, from inputs that have changed since, or with another tokenizer or key"
     raise DataError(
-        f"{there[0]} exists, and {why if existing else f'there is no {record_path(output).name} beside it that says what it is'}. "
+        f"{there[0]} exists, and {why if existing else f'no {record_path(output).name} beside it records what it is'}. "
         f"Runs that read it would change. Choose another --output, or replace it with --force."
     )
 
@@ -265,8 +265,8 @@ def _open_tokenizer(request: PrepareRequest, units: Sequence[Unit], may_replace:
     content, path = kept.read_bytes(), request.trained_tokenizer
     if path.exists() and path.read_bytes() != content and not may_replace:
         raise DataError(
-            f"{path} exists and is another tokenizer: models that were trained with it would read other words. Choose another "
-            f"--output, or replace it with --force."
+            f"{path} exists and is another tokenizer: models trained with it would read other words. Choose another --output, or "
+            f"replace it with --force."
         )
     return OpenTokenizer(load_tokenizer(str(kept), request.eod_token), str(kept), content)
 
@@ -303,7 +303,7 @@ def _write(
         if not num_documents:
             _remove_parts(request.parts)
             raise DataError(
-                f"the inputs hold no text at all: {_num_empty(left_out):,} documents, and the tokenizer makes no token of any. "
+                f"the inputs hold no text: {counted(_num_empty(left_out), 'document')}, all without a token. "
                 f"Nothing was written."
             )
         write_atomically(request.parts / INSTALLING, [digest.encode()])
@@ -369,8 +369,8 @@ def _parts_in_order(
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process died. If it printed an error above, it could not start (a script of yours that prepares text "
-            "needs `if __name__ == '__main__':`). Else it was most likely killed because memory ran out, since a text file is one "
-            f"document and is encoded whole: use fewer --workers, or cut very large files. What is whole is kept in {job.folder}."
+            "needs `if __name__ == '__main__':`). Otherwise it was probably killed because memory ran out: a text file is one "
+            f"document, encoded whole. Use fewer --workers, or split very large files. Finished parts are kept in {job.folder}."
         ) from error
     except BaseException:
         # Parts are complete or absent, so a worker may be killed at any moment.

@@ -15,6 +15,7 @@ import numpy as np
 from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, Reading
 from triaxis.engine.data.corpus.indexed import Tokens, idx_path
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece
+from triaxis.engine.errors import counted
 
 NUMPY = b"\x93NUMPY"
 LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
@@ -74,17 +75,17 @@ def _open(path: Path, vocab_size: int) -> Tokens:
     if magic in LLM_C and len(head) == 4 * LLM_C_HEADER:
         known, width = LLM_C[magic]
         if version != known:
-            raise ValueError(f"llm.c's head has version {version}, and {known} is known for {magic}")
+            raise ValueError(f"its llm.c header has version {version}, but only {known} is known for {magic}")
         tokens = np.memmap(path, width, "r", offset=len(head))
         if len(tokens) != count:
-            raise ValueError(f"llm.c's head tells of {count:,} tokens, and {len(tokens):,} follow")
+            raise ValueError(f"its llm.c header announces {counted(count, 'token')}, but {len(tokens):,} follow")
         return tokens
     tokens = np.memmap(path, dtype, "r")
     first = tokens[:BLOCK_TOKENS]
     if len(first) >= LEAST_TO_SEE and first.any() and not first[1::2].any():
         wide = f"<u{2 * dtype.itemsize}" if len(first) % 4 or first[2::4].any() else f"<u{4 * dtype.itemsize}"
         raise ValueError(
-            f"read as {dtype}, every second one is 0, so each has {np.dtype(wide).itemsize} bytes: numpy's .npy says it,  "
+            f"read as {dtype}, every second token is 0, so a token has {np.dtype(wide).itemsize} bytes. Convert it to .npy:  "
             f'python3 -c "import numpy as n; n.save({str(path) + ".npy"!r}, n.fromfile({str(path)!r}, {wide!r}))"'
         )
     return tokens

@@ -71,7 +71,8 @@ def first_difference(ours: Facts, theirs: Facts, rank: int) -> str:
     here, there = dict(_facts(ours)), dict(_facts(theirs))
     different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
     if not different:
-        return f"ranks 0 and {rank} ({ours['host']} and {theirs['host']}) differed, and files changed meanwhile. Start again."
+        hosts = f"{ours['host']} and {theirs['host']}"
+        return f"ranks 0 and {rank} ({hosts}) differed, but files changed during the comparison. Start again."
     more = f"; and {len(different) - 1:,} more differ" if len(different) > 1 else ""
     first = different[0]
     values = [_shown(facts.get(first, "absent")) for facts in (here, there)]

@@ -56,13 +56,13 @@ class DirectoryWatch(StepWatcher):
         except OSError as error:
             if not self._failed:
                 self._telemetry.say(
-                    f"{path} was removed or moved, and cannot be made again ({error}); it is tried again", "yellow"
+                    f"{path} was removed or moved and cannot be created again ({error}); trying again", "yellow"
                 )
             self._failed = True
             return
         self._failed, self._num_said = False, self._directory.num_losses
         message = (
-            f"{path} or its checkpoints were removed or moved while this run writes there: training goes on in a new folder of "
-            "that name. What the old one held is missing in it"
+            f"{path} or its checkpoints were removed or moved while this run writes there: training goes on in a new "
+            "folder of that name, without the old one's files"
         )
         self._telemetry.notice("directory_put_back", message)

@@ -112,7 +112,7 @@ def _by_step(steps: Sequence[tuple[float, Mapping[int, float]]]) -> str:
         full=FULL_LAYER,
         stretched=True,
     )
-    of = f" Each column is the mean of {size} steps." if size > 1 else ""
+    of = f'<p class="soft">Each column is the mean of {size} steps.</p>' if size > 1 else ""
     return f"<h3>{escape(title)}</h3>{of}{_key(1, FULL_LAYER)}{drawn}"
 
 

@@ -150,7 +150,7 @@ def _events(events: Sequence[Event]) -> str:
     )
     counts = ", ".join(f"{count:,} {kind}" for kind, count in Counter(event.kind for event in events).most_common())
     left_out = (
-        f" {len(events) - len(shown):,} older events that are no alerts are left out."
+        f" Older events other than alerts are left out: {len(events) - len(shown):,}."
         if len(shown) < len(events)
         else ""
     )

@@ -192,7 +192,7 @@ def throughput(run: RunRecord) -> str:
     mfu = [Line("MFU", [(x, 100 * y) for x, y in curve(run.steps, "mfu")], "c4")]
     mfu.append(Line("HFU", [(x, 100 * y) for x, y in curve(run.steps, "hfu")], "c1 dashed"))
     if all(line.points for line in mfu):
-        charts.append(("Of the device's peak, %", mfu))
+        charts.append(("Share of the device's peak, %", mfu))
     drawn = "".join(
         f"<div><h3>{escape(title)}</h3>{line_chart(title, lines, marks=starts(run), from_zero=True, small=True)}</div>"
         for title, lines in charts
@@ -304,7 +304,7 @@ def memory(run: RunRecord) -> str:
         what = (
             "all that the process had in RAM, Python and torch themselves included: on a CPU that is far more than the tensors"
             if on_cpu
-            else "the most that torch's allocator had handed out"
+            else "peak memory allocated by torch"
         )
         notes.append(f"Measured: {what}.")
     if predicted:
@@ -324,7 +324,7 @@ def memory(run: RunRecord) -> str:
             for pp in predicted
         }
         rows = [(f"pp {pp}", pp, max(held[pp], default=None)) for pp in predicted]
-        notes.append(f"Of {len(stages):,} ranks, each bar is the largest of a pipeline stage.")
+        notes.append(f"Each bar is the largest of a pipeline stage's ranks ({len(stages):,} ranks in all).")
     bars = [
         (
             name,

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from triaxis.engine.config.tree import Config
-from triaxis.engine.errors import ConfigError, TriaxisError
+from triaxis.engine.errors import ConfigError, TriaxisError, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.engine.telemetry.timing.time_split import PARTS, Part
@@ -37,7 +37,9 @@ COMPONENTS_OF: Mapping[Part, tuple[str, ...]] = {
 }
 """Components of `StepTime` that make up each measured part; the model predicts none for some."""
 
-NAME_IT = "`triaxis report --cluster` names one (a file, or 64xH100); `triaxis bench --device` measures a device."
+NAME_IT = (
+    "Name the cluster with `triaxis report --cluster` (a file, or 64xH100); `triaxis bench --device` measures a device."
+)
 
 
 def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:
@@ -75,7 +77,7 @@ def _recorded_cluster(run: RunRecord) -> Cluster | str:
     if device == "cpu":
         return "No rates of this CPU are known."
     if "gloo" in str(run.layout.get("backend", "")):
-        return "Ranks sent through the host, whose links are unknown."
+        return "Ranks communicated through the host, and its link rates are unknown."
     if not isinstance(world_size, int) or not isinstance(nodes, int) or nodes < 1 or world_size % nodes:
         return "The run recorded no nodes."
     cluster = cluster_of_devices(device, nodes, world_size // nodes)
@@ -87,8 +89,8 @@ def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[P
     if sizes.world_size > cluster.num_gpus:
         raise ConfigError(
             [
-                f"--cluster has {cluster.num_gpus} devices and the run has {sizes.world_size} ranks: some have no place. Name "
-                "the cluster that it ran on."
+                f"--cluster has {counted(cluster.num_gpus, 'device')}, but the run has {sizes.world_size} ranks. Some "
+                "ranks would have no device. Name the cluster that the run used."
             ]
         )
     cluster = replace(cluster, gpus_per_node=min(cluster.gpus_per_node, sizes.world_size))

@@ -96,8 +96,9 @@ class History:
             return
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise TriaxisError(
-                f"{self._path} is damaged ({error}): it says how the attempts of this job ended, and on which nodes. Without it, a "
-                "node that fails again and again would not be left out. Restore it, or remove it to begin counting anew."
+                f"{self._path} is damaged ({error}). It records how this job's attempts ended, and on which nodes. "
+                "Without it, a node that keeps failing would not be excluded. Restore it, or remove it to start "
+                "counting anew."
             ) from None
 
     def begin(self, job: str, restart: int, nodes: Sequence[str], from_step: int) -> None:

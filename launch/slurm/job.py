@@ -43,7 +43,7 @@ from triaxis.launch.start.launcher import FROM_SCRATCH, default_config
 from triaxis.launch.start.preflight import look_before_training
 from triaxis.launch.start.process.ending import exit_code
 from triaxis.launch.start.process.failure import OTHERS_END_SECONDS
-from triaxis.launch.start.process.front import standard_streams
+from triaxis.launch.start.process.front import drop_output, standard_streams
 from triaxis.launch.start.process.lasting_output import lasting_output
 from triaxis.launch.start.srun_task import LOOPBACK
 from triaxis.models.run_rules import RULES_OF_A_RUN
@@ -133,7 +133,7 @@ class SrunStep:
             if bad is not None and time.monotonic() - bad > OTHERS_END_SECONDS:
                 self._kill_others()
             if bad is not None and time.monotonic() - bad > LONGEST_END_SECONDS:
-                say(f"srun has not ended {LONGEST_END_SECONDS:g} seconds after a bad end; it is killed")
+                say(f"srun still runs {LONGEST_END_SECONDS:g} seconds after a task failed, so it is killed")
                 self._srun.kill()
                 self._srun.wait()
                 break
@@ -144,7 +144,7 @@ class SrunStep:
         """Send SIGKILL to tasks that have not ended; SLURM would wait for KillWait, which may be long at a site."""
         if self.report.step and not self._others_are_killed:
             self._others_are_killed = True
-            say(f"tasks that have not ended {OTHERS_END_SECONDS} seconds after a bad end are killed")
+            say(f"tasks that still run {OTHERS_END_SECONDS} seconds after one failed are killed")
             call("scancel", "--signal=KILL", self.report.step)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -213,7 +213,10 @@ class NextAttempt:
             self._exclude(fields, excluded)
             return True
         if fields.get("JobState", "RUNNING") != "RUNNING" and not is_out_of_time(fields):
-            say(f"this job is {fields['JobState']}, not by our doing: it was cancelled, and is not started again")
+            say(
+                f"this job is {fields['JobState']}, but its launcher did not end it: it was cancelled, so it is not "
+                "started again"
+            )
             return False
         # A requeue ends every process in the job, including the command that excludes a node: this one must survive SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -235,8 +238,8 @@ class NextAttempt:
             say(f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times but cannot be excluded: {updated.stderr}")
             return
         say(
-            f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times and is excluded. If too few other nodes are left the job "
-            f"waits; to allow it again: scontrol update JobId={self._job.number} ExcNodeList="
+            f"excluded after {FAILURES_TO_EXCLUDE} failures: {', '.join(excluded)}. If too few other nodes are left, "
+            f"the job waits; to clear the exclusion: scontrol update JobId={self._job.number} ExcNodeList="
         )
 
     def _submit(self, fields: Mapping[str, str], excluded: Sequence[str]) -> bool:
@@ -308,7 +311,11 @@ def main(argv: Sequence[str]) -> int:
 def _start(argv: Sequence[str]) -> int:
     script, *words = argv
     if DRY_RUN in words:
-        _show(ROOT, [word for word in words if word != DRY_RUN])
+        try:
+            _show(ROOT, [word for word in words if word != DRY_RUN])
+            sys.stdout.flush()
+        except BrokenPipeError:  # `... | head` has read enough
+            drop_output()
         return 0
     with lasting_output():
         return _run(ROOT, script, words)
@@ -350,8 +357,8 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     say(f"{attempt} {outcome.value}{suspicion}; newest checkpoint: step {history.attempts[-1].to_step}")
     if outcome is Outcome.DIVERGED:
         say(
-            "loss or gradients went wrong on all ranks, and starting again would give the same numbers. Change what is said above, "
-            f"and submit again with RUN_NAME={name}: it goes on from the newest checkpoint"
+            "loss or gradients diverged on all ranks, and starting again would give the same numbers. Change what the "
+            f"message above names, then submit again with RUN_NAME={name}: the run resumes from its newest checkpoint"
         )
     if outcome in FINAL:
         return FINAL[outcome]

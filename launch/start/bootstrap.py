@@ -155,7 +155,7 @@ def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, st
     known = tomllib.loads(checkout.pyproject.read_text())["project"]["optional-dependencies"]
     if unknown := [extra for extra in extras if extra not in known]:
         raise BootstrapError(
-            f"{', '.join(unknown)}: pyproject.toml has no such extra, so nothing would be installed for it. Give one of "
+            f"pyproject.toml has no extra {' or '.join(unknown)}, so nothing would be installed for it. Give one of "
             f"{', '.join(known)}, or none."
         )
     if given := variables.get("TRIAXIS_PYTHON"):

@@ -165,7 +165,7 @@ class CommandParser(argparse.ArgumentParser):
                 from triaxis.launch.start.foreign_options import answers
 
                 refuse(answers(self.prog, arguments, unknown, self.parse, self._read_without))
-            self.error("; ".join(f"there is no option {word}{_nearest(word, self._options())}" for word in unknown))
+            self.error("; ".join(f"unknown option {word}{_nearest(word, self._options())}" for word in unknown))
         refuse(self._bad_paths(parsed))
         if self._subject is not None:
             self._sort_words(parsed, self._subject)
@@ -192,9 +192,9 @@ class CommandParser(argparse.ArgumentParser):
             setattr(parsed, self._verbs.dest, verb)
             return parsed
         if verb is not None and verb in self.renamed:
-            self.error(f"there is no {verb!r}: it is {self.renamed[verb]} now")
+            self.error(f"unknown verb {verb!r}: it is now {self.renamed[verb]}")
         if verb is not None and not verb.startswith("-"):
-            self.error(f"{verb!r} is none of {', '.join(self.verbs)}{_nearest(verb, self.verbs)}")
+            self.error(f"unknown verb {verb!r}; choose from {', '.join(self.verbs)}{_nearest(verb, self.verbs)}")
         return self.parse_args(arguments)  # --help, or argparse's message that there is no verb
 
     def _sort_words(self, parsed: argparse.Namespace, subject: PathArgument) -> None:
@@ -217,11 +217,10 @@ class CommandParser(argparse.ArgumentParser):
         paths += [] if named is None or named in paths else [named]
         if len(paths) > 1:
             shown = " and ".join(map(str, paths))
-            problems.append(f"{shown}: one {subject.name} is read, and the other would be ignored. Remove one of them.")
+            problems.append(f"{shown}: only one {subject.name} can be given. Remove one.")
         if not paths and not problems and self._needs_subject:
             problems.append(
-                f"no {subject.name} is named, so there is nothing to work on. Give it as the first word, for example "
-                f"{self.prog} {subject.example}"
+                f"no {subject.name} given. Pass it as the first word, for example {self.prog} {subject.example}"
             )
         refuse(problems)
         del parsed.words
@@ -314,7 +313,7 @@ def open_page(args: argparse.Namespace, path: Path) -> None:
         TriaxisError: this machine has no browser.
     """
     if args.open and not webbrowser.open(path.resolve().as_uri()):
-        raise TriaxisError(f"{path} is written, and no browser is found here. Copy it to a machine with one.")
+        raise TriaxisError(f"{path} is written, but this machine has no browser. Copy it to one that has.")
 
 
 def add_ignore(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -336,9 +335,12 @@ def typed(args: argparse.Namespace, *names: str) -> list[str]:
         names: option names, with `_` for `-`.
     """
     given = ((name, getattr(args, name)) for name in names)
-    return [
-        f"--{name.replace('_', '-')}" for name, value in given if not (value is None or value is False or value == [])
-    ]
+    return [_option(name) for name, value in given if not (value is None or value is False or value == [])]
+
+
+def _option(name: str) -> str:
+    """Spell an option as usages do, from its name with `_` for `-`."""
+    return "--gpus" if name == "world_size" else f"--{name.replace('_', '-')}"
 
 
 def above(name: str, number: int, most: int, reason: str) -> list[str]:
@@ -352,7 +354,7 @@ def above(name: str, number: int, most: int, reason: str) -> list[str]:
     """
     if number <= most:
         return []
-    return [f"--{name.replace('_', '-')} {shown(number)}: must be at most {most:,}; {reason}."]
+    return [f"{_option(name)} {shown(number)}: must be at most {most:,}; {reason}."]
 
 
 def refuse(problems: Iterable[str], source: str = "the command line") -> None:
@@ -371,7 +373,7 @@ def check_counts(**given: int | None) -> None:
         ConfigError: all problems at once.
     """
     problems = [
-        f"--{name.replace('_', '-')} {number}: must be at least 1; there would be nothing to run on."
+        f"{_option(name)} {number}: must be at least 1, or there is nothing to do."
         for name, number in given.items()
         if number is not None and number < 1
     ]
@@ -426,8 +428,8 @@ def _stray(word: str, subject: PathArgument, options: Iterable[str]) -> str:
     option = near(word, options)
     hint = " or ".join(names) or ("--output" if word.endswith(".json") and "--output" in options else option)
     return (
-        f"{word!r} is neither a {subject.name} that exists, nor an override ({OVERRIDES}, such as train.steps=20), nor an "
-        f"option (--help lists them); it would be ignored." + ("" if hint is None else f" Did you mean {hint}?")
+        f"{word!r} is not an existing {subject.name}, an override ({OVERRIDES}, such as train.steps=20) or an option "
+        "(--help lists them), so it would be ignored." + ("" if hint is None else f" Did you mean {hint}?")
     )
 
 

@@ -37,7 +37,7 @@ Parse = Callable[[Sequence[str]], argparse.Namespace]
 DESCRIBES_A_MODEL = frozenset({"num-layers", "hidden-size"})
 """Megatron-LM arguments that, in the absence of a Triaxis config, mark a complete Megatron-LM command line."""
 
-OF_A_SCRIPT = "A config is made of a whole command line of Megatron-LM, or of its script: `triaxis new --help`"
+OF_A_SCRIPT = "`triaxis new --help` shows how to convert a whole Megatron-LM command line or script to a config."
 
 
 @dataclass
@@ -113,10 +113,10 @@ def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer
             answer.notes += [f"{typed} is left out: {ALWAYS_ON[key]}."] if key in ALWAYS_ON else []
         elif meant is not None:
             answer.problems.append(
-                f"{typed}: no option; here it is {meant}{meaning(key.split('.'))}.{needed_keys(key)}"
+                f"{typed} is not an option here; use {meant}{meaning(key.split('.'))}.{needed_keys(key)}"
             )
         elif unknown_key(name).startswith(f"{name}: unknown key"):
-            strangers.append(f"there is no option {word}; an override reads section.key=value, such as train.steps=20.")
+            strangers.append(f"unknown option {word}; an override reads section.key=value, such as train.steps=20.")
         else:
             answer.problems.append(unknown_key(name))
     answer.problems += strangers if answer.replaced or answer.problems else []
@@ -134,7 +134,8 @@ def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path |
     """Format the answer with the command to paste, or with the reason why that command would not start."""
     replaced = ", ".join(answer.replaced)
     written = " ".join(map(shlex.quote, answer.overrides))
-    said = f"{replaced}: no option; {f'write {written}' if written else 'leave it out'}"
+    unknown = "is not an option" if len(answer.replaced) == 1 else "are not options"
+    said = f"{replaced} {unknown} here; {f'use {written}' if written else 'leave it out'}"
     if answer.problems:
         return f"{said}."
     try:
@@ -207,14 +208,14 @@ def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[st
     ]
     theirs = shlex.join(word for word in arguments if word not in ours)
     said = (
-        "this is a command line of Megatron-LM. Make a config of it, and use that (docs/interop.md):\n"
+        "this is a command line of Megatron-LM. Convert it to a config and use that (docs/interop.md):\n"
         "       " + triaxis(f"new --from {shlex.quote(theirs)} > megatron.yaml") + "\n"
         f"       {_start(prog, ['megatron.yaml', *ours])}"
     )
     try:
         from_command_line([theirs])
     except ConfigError as error:
-        return [f"{said}\n     The first of them asks for the following.", *error.problems]
+        return [f"{said}\n     The first command will report the following.", *error.problems]
     return [said]
 
 

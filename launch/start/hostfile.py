@@ -117,12 +117,12 @@ def read_hosts(path: Path) -> list[Host]:
         wrong.append("it names no host")
     if len({host.slots for host in hosts}) > 1:
         wrong.append(
-            f"slots differ ({', '.join(f'{host.name}: {host.slots}' for host in hosts)}); every host has as many ranks"
+            f"slots differ ({', '.join(f'{host.name}: {host.slots}' for host in hosts)}); all hosts must have as many"
         )
     if len(set(names)) < len(names):
         wrong.append("a host is listed twice; its ranks would fight for the same GPUs")
     if len(hosts) > 1 and names[0] in LOOPBACK:
-        wrong.append(f"the ranks meet at the first host, and {names[0]} is every host's own name for itself")
+        wrong.append(f"the ranks meet at the first host, but on every host {names[0]} means that host itself")
     if wrong:
         raise TopologyError(
             f"{VARIABLE}={path}: " + "; ".join(wrong) + ". Ranks would wait for others that never come."
@@ -214,8 +214,8 @@ class SshLaunch:
         program = ssh_words(self._hosts[0], self._variables)[0]
         if shutil.which(program) is None:
             raise TopologyError(
-                f"{program} is no program on PATH, so no host of {VARIABLE} could be reached. Install OpenSSH, or name another "
-                "program: TRIAXIS_SSH='/opt/bin/ssh -p 2222'."
+                f"no program {program} is on PATH, so no host of {VARIABLE} could be reached. Install OpenSSH, or name "
+                "another program: TRIAXIS_SSH='/opt/bin/ssh -p 2222'."
             )
         before = {number: signal.signal(number, self._hand_on) for number in stop_signals()}
         readers = []

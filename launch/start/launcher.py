@@ -226,9 +226,9 @@ def torchrun_arguments(plan: LaunchPlan, worker: str, variables: Mapping[str, st
         if not variables.get("NODE_RANK", "").isdigit() or (variables.get("MASTER_ADDR") or LOOPBACK[0]) in LOOPBACK:
             raise TopologyError(
                 f"NNODES={world.num_nodes}, NODE_RANK={variables.get('NODE_RANK', 'unset')}, "
-                f"MASTER_ADDR={variables.get('MASTER_ADDR', 'unset')}: with several nodes each needs its number and the "
-                f"address of node 0 that all of them resolve, or every node waits alone. For example on the second, in front "
-                f"of the same command:\n  NNODES={world.num_nodes} NODE_RANK=1 MASTER_ADDR=<node 0>"
+                f"MASTER_ADDR={variables.get('MASTER_ADDR', 'unset')}: each of several nodes needs its number and an "
+                "address of node 0 that all of them resolve, or every node waits alone. For example, on the second "
+                f"node, put this before the same command:\n  NNODES={world.num_nodes} NODE_RANK=1 MASTER_ADDR=<node 0>"
             )
         ranks = [f"--nnodes={world.num_nodes}", f"--node-rank={variables['NODE_RANK']}", *ranks]
     if world.num_nodes > 1 or variables.get("MASTER_PORT"):

@@ -69,7 +69,9 @@ def without_other_launchers(variables: Mapping[str, str]) -> Environment:
                 continue
             value = most
         if variables.get(name) and variables[name] != value:
-            problems.append(f"{name}={variables[name]} and {PREFIX}{name}={value}: which is meant? Unset one of them.")
+            problems.append(
+                f"{name}={variables[name]} and {PREFIX}{name}={value} contradict each other. Unset one of them."
+            )
         taken[name] = value
     ours |= taken
     for size, rank in PROCESSES:

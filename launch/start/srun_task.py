@@ -92,8 +92,8 @@ def _master_address(variables: Mapping[str, str], num_nodes: int) -> str:
         return given
     if given:
         raise TopologyError(
-            f"MASTER_ADDR={given} is this node to every node: the ranks of {num_nodes} nodes would each wait alone until "
-            f"the timeout. Unset it, or give a name that all nodes resolve."
+            f"MASTER_ADDR={given} means a different machine on every node: the ranks of {num_nodes} nodes would each "
+            "wait alone until the timeout. Unset it, or give a name that all nodes resolve."
         )
     if num_nodes == 1:
         return LOOPBACK[0]

@@ -76,7 +76,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
     ranks_per_node, rest = divmod(ranks, num_nodes)
     if rest:
         raise TopologyError(
-            f"{ranks} ranks ({why}) do not divide over NNODES={num_nodes}; the nodes would differ and torchrun would wait "
+            f"{counted(ranks, 'rank')} ({why}) cannot be divided evenly over NNODES={num_nodes}: torchrun would wait "
             f"for ranks that never come. Choose sizes whose product is a multiple of {num_nodes}."
         )
     if not num_gpus:
@@ -135,8 +135,8 @@ def _too_few(
         choices.append("runtime.collectives=gloo   lets ranks share a GPU, slowly, to try the layout")
     needs = f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}"
     text = (
-        f"{needs}. Two ranks on one GPU would deadlock in NCCL, and a layout that was asked for is never changed. "
-        "Give the same command one of these:\n" + "\n".join(f"  {choice}" for choice in choices)
+        f"{needs}. Two ranks on one GPU would deadlock in NCCL, and Triaxis never changes a layout by itself. "
+        "Add one of these to the same command:\n" + "\n".join(f"  {choice}" for choice in choices)
     )
     return TooFewGpusError(text, needs, smaller)
 
@@ -146,5 +146,5 @@ def _number(variables: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not text.isdigit() or int(text) < 1:
-        raise TopologyError(f"{name}={text}: a whole number from 1 is needed; no ranks can be counted out with it.")
+        raise TopologyError(f"{name}={text}: must be a whole number of at least 1, or ranks cannot be counted with it.")
     return int(text)

@@ -210,8 +210,8 @@ def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes:
         [
             f"memory = {gigabytes(held.total)} on the fullest {machine.rank} of the nearest layout, {least.sizes}, with "
             f"everything recomputed: must be at most {gigabytes(usable_bytes)}, {1 - MARGIN:.0%} of what it has, or a rank would "
-            f"run out of memory. {gigabytes(held.total - usable_bytes)} are lacking; {gigabytes(state)} are parameters, gradients "
-            f"and optimizer state. Use {', '.join(ways)} or a smaller model."
+            f"run out of memory. It lacks {gigabytes(held.total - usable_bytes)}; parameters, gradients and optimizer "
+            f"state alone take {gigabytes(state)}. Use {', '.join(ways)} or a smaller model."
         ],
         f"the layout for {machine.name}",
     )

@@ -120,8 +120,8 @@ def run_steps(
         result = engine.update(counts, lr).read()
         if result.dropped:
             raise DivergenceError(
-                f"Step {step + 1} of the verification: {result.why}. Its weights are off the initial point, and so is its load. "
-                "With model.moe.row_headroom=null everything else is compared."
+                f"Step {step + 1} of the verification: {result.why}. Verification moves weights off the initial point, "
+                "so the load differs from a run's. Give model.moe.row_headroom=null to compare everything else."
             )
         if result.skip == "diverged" and not may_diverge:
             raise DivergenceError(

@@ -191,8 +191,8 @@ def installed_version(oracle: str) -> str:
         if oracle != "megatron-core" or found.startswith(MEGATRON_VERSION):
             return found
         problem = (
-            f"{oracle} {found} is installed: what lets it run on a CPU was written for {MEGATRON_VERSION}x, and on another "
-            "version it could compute something else in silence"
+            f"{oracle} {found} is installed, but our patches for the CPU are for {MEGATRON_VERSION}x; with another "
+            "version they could silently compute something else"
         )
     raise ConfigError([f"--oracle {oracle}: {problem}. Run  {pip_install(requirement)}"], "the command line")
 
@@ -351,19 +351,20 @@ def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
     if first.what == "samples":
         return Cause(
             verdict.cause.axis if verdict.cause and one.config != one.reference else None,
-            f"the model was not reached: {asked.oracle} and our loader read the corpus apart from each other, and ids, tokens, "
+            f"the model was not compared: {asked.oracle} and our loader read the corpus differently, so ids, tokens, "
             "labels or masks of samples differ",
         )
     if one.config == one.reference:
         return Cause(
             None,
-            f"our one process differs from {asked.oracle} already, first in {first.what}: no layout is to blame, but the "
-            "arithmetic of the model or of the update, or the exchange of weights between their names and ours",
+            f"our one process already differs from {asked.oracle}, first in {first.what}: no layout is to blame; the "
+            "model or the update computes something else, or weights are converted wrongly between their names and "
+            "ours",
         )
     if first.what in ("output", "loss"):
         return Cause(
             None,
             f"our one process agrees with {asked.oracle}, so the forward of the layout is wrong: the same command without "
-            "--oracle compares it place by place and says where",
+            "--oracle compares every site and names the first wrong one",
         )
     return verdict.cause

@@ -95,7 +95,7 @@ def test_a_misspelled_command_gets_the_nearest(typed, meant, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main([typed])
     assert left.value.code == 2
-    assert f"there is no command {typed!r}. Did you mean {meant}?" in capsys.readouterr().err
+    assert f"unknown command {typed!r}. Did you mean {meant}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["trian"], ["--"], ["--versoin"]])

@@ -294,7 +294,7 @@ BUGS = (
         "samples",
         lambda name: name.startswith("sample "),
         "dp",
-        "deal of samples",
+        "samples are distributed",
     ),
     Bug(
         planted_axes.parts_of_weights_start_alike,
@@ -383,7 +383,14 @@ BUGS = (
     ),
     Bug(planted_axes.a_stage_gets_the_gradient_of_the_microbatch_before, PIPE, "gradient", anything, "pp", "with pp=1"),
     Bug(planted_axes.gradients_between_stages_are_halved, PIPE, "gradient", anything, "pp", "vanishes with pp=1"),
-    Bug(planted_axes.activations_between_stages_are_rounded, PIPE, "output", is_attention(2), "pp", "layers.1 gave"),
+    Bug(
+        planted_axes.activations_between_stages_are_rounded,
+        PIPE,
+        "output",
+        is_attention(2),
+        "pp",
+        "output of layers.1 is right",
+    ),
     Bug(
         planted_axes.dropout_counts_layers_of_the_stage,
         Case("gpt_dropout", pp=2, dp=2, num_layers=4),
@@ -406,7 +413,7 @@ BUGS = (
         "samples",
         anything,
         "dp",
-        "deal of samples",
+        "samples are distributed",
     ),
     Bug(planted_axes.one_bucket_is_not_reduced, DOWN, "gradient", anything, "dp", "vanishes with dp=1"),
     Bug(

@@ -79,7 +79,7 @@ def test_a_file_that_declares_no_axes_is_refused(text: str, tmp_path: Path) -> N
     [
         (["--layout", "pp=2"], "--layout pp=2: the adapter declares tp, dp"),
         (["--layout", "tp=2 dp"], "--layout dp: the adapter declares tp, dp"),
-        (["--timeout", "0"], "--timeout 0: a run takes at least a second"),
+        (["--timeout", "0"], "--timeout 0: must be at least 1 second"),
         (["--layout", "dp=2", "--layout", "tp=0"], "--layout tp=0: the adapter declares tp, dp"),
         (
             ["--against", "megatron-core", "model.hidden_dropout=0.1"],
@@ -109,7 +109,7 @@ def test_what_is_of_a_subject_alone_is_refused(capsys: pytest.CaptureFixture[str
 
 def test_ranks_that_do_not_end_are_named(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
-    with pytest.raises(ReportError, match=r"ranks \[0, 1\] have not ended in 1 seconds"):
+    with pytest.raises(ReportError, match=r"ranks \[0, 1\] did not finish within 1 second"):
         subject._start(
             SubjectTrial(Adapter(tmp_path / "waits.py", ("tp",), {}), sys.executable, (), (), most_seconds=1),
             tmp_path,
@@ -131,7 +131,11 @@ def test_reports_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     one = Reference(tmp_path / "one", 1)
     for name, tensors, says in (
         ("half", {**whole, "gradient:w": torch.ones(1)}, r"shape \[1\], and one process \[2\]: whole tensors"),
-        ("other", {**whole, "gradient:x": torch.ones(2)}, "gradient of x, a name that one process has not"),
+        (
+            "other",
+            {**whole, "gradient:x": torch.ones(2)},
+            "gradient of x, a name that the one-process run does not report",
+        ),
         ("less", {"gradient:w": torch.ones(2)}, "no rank reports the parameter of w in step 1"),
     ):
         reported(tmp_path / name, tensors)
@@ -140,7 +144,7 @@ def test_reports_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"rank 1 has ended without job.close"):
         one.reports(tmp_path / "one", parameters, ParallelSizes(tp=2))
     reported(tmp_path / "none", whole, steps=0)
-    with pytest.raises(ReportError, match="rank 0 reports 0 steps, and one process 1"):
+    with pytest.raises(ReportError, match="rank 0 reports 0 steps, but one process 1"):
         one.reports(tmp_path / "none", parameters, ParallelSizes())
     reported(tmp_path / "beside", whole)
     (tmp_path / "beside" / "rank_00001.json").write_text((tmp_path / "one" / "rank_00000.json").read_text())

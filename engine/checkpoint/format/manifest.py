@@ -303,8 +303,8 @@ def parse_manifest(folder: Path) -> Manifest:
         recorded = read_regular(folder / MANIFEST_HASH)
     except OSError as error:
         raise CheckpointError(
-            f"{folder} is no complete checkpoint: {error.strerror or error} ({Path(error.filename or path).name}). A checkpoint "
-            f"has {MANIFEST}, {MANIFEST_HASH} and the files that they name; without them nothing says what its bytes mean. "
+            f"{folder} is not a complete checkpoint: {error.strerror or error} ({Path(error.filename or path).name}). A checkpoint "
+            f"has {MANIFEST}, {MANIFEST_HASH} and the files that they name; without them the meaning of its bytes is unknown. "
             "Give the folder of a complete one (step_00001000), or restore the missing file."
         ) from None
     version = _format_version(content)
@@ -322,8 +322,8 @@ def parse_manifest(folder: Path) -> Manifest:
         return Manifest.model_validate_json(content)
     except ValidationError as error:
         raise CheckpointError(
-            f"{path} is no manifest of a checkpoint: {_first(error)}. Its hash is right, so it was written like that; nothing in "
-            "it is used. Load another checkpoint."
+            f"{path} is not a valid checkpoint manifest: {_first(error)}. Its hash matches, so it was written this way; it is not "
+            "used. Load another checkpoint."
         ) from None
 
 
@@ -377,7 +377,7 @@ def _file_problem(path: Path, num_bytes: int) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     if not stat.S_ISREG(status.st_mode):
-        return "it is no file"
+        return "it is not a regular file"
     if status.st_size != num_bytes:
         return f"{status.st_size:,} bytes on disk, {num_bytes:,} when it was written"
     return None

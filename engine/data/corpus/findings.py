@@ -155,6 +155,6 @@ class Reading(Findings):
 def no_vocabulary() -> DataError:
     """Build the error for token input from which a tokenizer should be trained."""
     return DataError(
-        "--input holds tokens, and train-bpe learns from text: the ids would be of a tokenizer that is not there yet. "
-        "Name with --tokenizer the one that made them."
+        "--input holds tokens, but train-bpe learns from text: the ids would belong to a tokenizer that does not exist yet. "
+        "Name the one that made them with --tokenizer."
     )

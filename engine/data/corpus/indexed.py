@@ -12,6 +12,7 @@ whole index is checked at opening, because a wrong pointer would make a run trai
 """
 
 import hashlib
+import os
 import re
 import shlex
 import struct
@@ -95,8 +96,8 @@ class IndexedTokens:
                 found = _prefixes_near(self.prefix)
                 if found and not self._bin_path.is_file():
                     raise DataError(
-                        f"{prefix} is no path of a corpus, and {path} does not exist. A corpus is a pair of files, and is named by "
-                        f"their path without an ending: give {' or '.join(found[:PREFIXES_SHOWN])}"
+                        f"{prefix} is not a corpus path: {path} does not exist. A corpus is a pair of files, named by their path "
+                        f"without the ending: give {' or '.join(found[:PREFIXES_SHOWN])}"
                     )
                 raise DataError(
                     f"{path} does not exist. A corpus is a pair of files, {self._bin_path.name} and {self._idx_path.name}; "
@@ -129,9 +130,9 @@ class IndexedTokens:
             )
         if code not in DTYPE_CODES or DTYPE_CODES[code][-2] == "f":
             raise DataError(
-                f"{self._idx_path} says dtype code {code}, which is no integer type: tokens have the codes "
+                f"{self._idx_path} has dtype code {code}, which is not an integer type: tokens have the codes "
                 f"{', '.join(str(known) for known in DTYPE_CODES if DTYPE_CODES[known][-2] != 'f')}. The file is damaged or "
-                f"holds something else than tokens; prepare the corpus again."
+                f"does not hold tokens; prepare the corpus again."
             )
         expected = HEADER.size + 12 * num_sequences + 8 * num_indices
         if size != expected:
@@ -243,7 +244,9 @@ class IndexedTokens:
                 while left:
                     block = handle.read(min(left, HASH_BLOCK_BYTES))
                     if not block:
-                        raise self._damaged(self._bin_path, "those that it had when it was opened", handle.tell())
+                        raise self._damaged(
+                            self._bin_path, "as many as when it was opened", os.fstat(handle.fileno()).st_size
+                        )
                     left -= len(block)
                     yield block
 
@@ -369,7 +372,7 @@ class IndexedWriter:
         if values.size and (values.min() < limits.min or values.max() > limits.max):
             raise DataError(
                 f"document {len(self._lengths):,} has a token id outside {limits.min} .. {limits.max}, the range of {self.dtype}; "
-                f"it would wrap round to another token. Use a dtype that holds the whole vocabulary."
+                f"it would wrap around to another id. Use a dtype that holds the whole vocabulary."
             )
         if values.size > LONGEST_SEQUENCE:
             raise DataError(

@@ -66,7 +66,8 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
     if largest >= vocab_size or (record is not None and record.num_embeddings > vocab_size):
         ids = f"id {largest:,}" if record is None else f"a vocabulary of {record.num_embeddings:,} ids"
         raise DataError(
-            f"{prefix} has {ids}, and {model} {vocab_size:,} tokens: there is no embedding for the others. {_again(names, prefix)}"
+            f"{prefix} has {ids}, but {model} has {vocab_size:,} tokens: larger ids would have no embedding. "
+            f"{_again(names, prefix)}"
         )
     if not names:
         return _recorded(prefix, corpus, record, model)
@@ -120,7 +121,7 @@ def find_recorded(prefix: str, record: CorpusRecord) -> str:
             try:
                 if is_recorded(load_tokenizer(f"{place}{after}"), record):
                     return f"{place}{after}"
-                problem = problem or f"{place} is another one by now."
+                problem = problem or f"{place} has changed since the corpus was prepared."
             except DataError as error:
                 problem = str(error)
     raise DataError(
@@ -168,7 +169,7 @@ def _recorded(prefix: str, corpus: IndexedTokens, record: CorpusRecord | None, m
     """Match a model that came without a tokenizer to the one that its corpus records."""
     if record is None:
         raise DataError(
-            f"neither {model} nor {prefix} has a tokenizer: a run could not be recognised by it, and would write no text. Put the "
+            f"neither {model} nor {prefix} has a tokenizer, so a run could neither compare tokenizers nor write text. Put the "
             "model's tokenizer.json into its folder."
         )
     try:

@@ -84,8 +84,8 @@ def read_record(prefix: str) -> CorpusRecord | None:
         return CorpusRecord(**{name: value for name, value in content.items() if name in names})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path} is no record of `triaxis prepare` ({type(error).__name__}: {error}), so it is neither read nor replaced: "
-            f"it may be a tokenizer or other work of yours. Choose another prefix, or move the file away."
+            f"{path} is not a `triaxis prepare` record ({type(error).__name__}: {error}), so it is neither read nor replaced: "
+            f"it may be a tokenizer or another file of yours. Choose another prefix, or move the file away."
         ) from error
 
 

@@ -175,8 +175,8 @@ def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
             added.append(name)
         if (found := tokenizer.token_to_id(name)) != number:
             raise DataError(
-                f"{folder}: {CONFIG} gives {name!r} the id {number}, and {TOKENIZER_JSON} {found}: the two are of "
-                f"different models. Copy both from one place."
+                f"{folder}: {CONFIG} gives {name!r} the id {number}, but {TOKENIZER_JSON} gives {found}: the two files belong to "
+                f"different models. Copy both from one model."
             )
     return special_token(folder, "eos_token"), added
 
@@ -205,7 +205,7 @@ def _added_tokens(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """
     listed = _json_of(path).get("added_tokens_decoder") or {}
     if not isinstance(listed, dict):
-        raise DataError(f"{path}: added_tokens_decoder = {shown(listed)} must have tokens by their ids. {_AGAIN}")
+        raise DataError(f"{path}: added_tokens_decoder = {shown(listed)} must map ids to tokens. {_AGAIN}")
     for number, token in listed.items():
         is_id = number.isdecimal() and len(number) < 10
         if not (is_id and isinstance(token, dict) and isinstance(token.get("content"), str)):
@@ -269,8 +269,8 @@ def _open(path: Path) -> Any:
         obstacle = f": it is {kind_of(path.stat().st_mode)}, not a file" if path.exists() else ""
         raise DataError(
             f"there is no tokenizer at {path}{obstacle}. Give {', '.join(kind.shown for kind in KINDS)}; `triaxis prepare` also "
-            "trains one: train-bpe:32000. A folder of transformers without tokenizer.json gets one from "
-            "AutoTokenizer(..).save_pretrained." + how_to_bring(path)
+            "trains one: train-bpe:32000. For a transformers folder without a tokenizer.json, "
+            "AutoTokenizer(..).save_pretrained writes one." + how_to_bring(path)
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))

@@ -102,7 +102,7 @@ class HangReport:
         if any(each.beat is not None and each.beat.op for each in self._statuses):
             broken = "every rank is in the same call as its peers and it does not end: a link or the backend has failed"
             return "; ".join([broken, *self._calls_between_nodes()])
-        return "no rank waits for another on its host: the devices do not come to an end (NCCL's flight record knows where)"
+        return "no rank waits for another on its host: the devices do not finish (NCCL's flight record shows where)"
 
     def text(self) -> str:
         """Format the whole report."""

@@ -49,9 +49,8 @@ class Outliers(StepMeter):
         if not self._num_outliers:
             return None
         fields = {"num_outliers": self._num_outliers}
-        were = "update was" if self._num_outliers == 1 else "updates were"
         return Measured(
             fields,
             {"health/num_outliers": self._num_outliers},
-            f"{counted(self._num_outliers, 'outlier')}, whose {were} left out",
+            f"{counted(self._num_outliers, 'outlier update')} skipped",
         )

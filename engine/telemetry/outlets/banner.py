@@ -35,7 +35,7 @@ from triaxis.engine.telemetry.record.flops import attention_share, convention, c
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.engine.telemetry.record.parameters import comparison
 
-NOTHING = "nothing (checkpoint.interval=never): the weights end with the run"
+NOTHING = "nothing (checkpoint.interval=never): the weights are lost when the run ends"
 
 LEAST_IMBALANCE = 0.01
 """Smallest share of a step's FLOPs for which unequal documents get a line."""
@@ -92,7 +92,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         *_documents(start),
         *(("validation", _again(each)) for each in start.read_again),
         *(
-            ("validation", f"{each} is what the run trains on: its loss is not that of unseen text")
+            ("validation", f"{each} is also training data: the loss is not that of unseen text")
             for each in start.trained
         ),
         *(("documents", _other_end(each)) for each in start.other_ends),
@@ -112,7 +112,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
     if before is None:
         report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
     else:
-        report.block(f"Triaxis: {directory.path.name}{attempt}, as before but for", _changes(before, rows))
+        report.block(f"Triaxis: {directory.path.name}{attempt}, as before except for", _changes(before, rows))
     report.say()
 
 
@@ -151,9 +151,9 @@ def _saves(config: Config, directory: RunDirectory) -> str:
 def _again(read: ReadAgain) -> str:
     """Describe a validation that reads its samples more than once."""
     return (
-        f"asks {read.corpus} for {counted(read.asked, 'sample')}, and its part holds {read.held:,}: each is read up to "
-        f"{-(-read.asked // read.held):,} times, which makes the loss no more exact. Lower eval.steps, or give validation more "
-        "documents (data.split, data.valid)"
+        f"asks {read.corpus} for {counted(read.asked, 'sample')}, but its part holds {read.held:,}: each is read up to "
+        f"{-(-read.asked // read.held):,} times, which does not make the loss more exact. Lower eval.steps, or give validation "
+        "more documents (data.split, data.valid)"
     )
 
 
@@ -174,12 +174,12 @@ def _documents(start: Start) -> Iterator[tuple[str, str]]:
         samples = f"the first {documents.num_samples:,} samples"
         yield (
             "documents",
-            f"within, {documents.per_sample:.1f} per sample, attention FLOPs {share:.0%} of across ({samples})",
+            f"attention within, {documents.per_sample:.1f} per sample: {share:.0%} of the attention FLOPs across ({samples})",
         )
         if (cost := cost_of_imbalance(model, documents)) >= LEAST_IMBALANCE:
             yield (
                 "imbalance",
-                f"the replica with the longest documents of a step computes {cost:.1%} more than the mean, which all wait for",
+                f"the replica with the longest documents of a step computes {cost:.1%} more than the mean; all wait for it",
             )
         if gathers_keys(start.config):
             yield "imbalance", cp_imbalance_line(start.config, documents)
@@ -187,7 +187,7 @@ def _documents(start: Start) -> Iterator[tuple[str, str]]:
         yield (
             "documents",
             f"{', '.join(start.unbroken)}: documents are longer than {UNBROKEN} samples on average, so their ends seem to be "
-            "lost; prepare the text again, one document in each line, row or file",
+            "lost. Prepare the text again, with one document per line, row or file",
         )
 
 
@@ -196,8 +196,8 @@ def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:
     most = predicted_imbalance(documents, config.train.micro_batch_size, config.parallel.cp, windows_of(config.model))
     cost = cost_of_cp_imbalance(config.model, documents, most)
     return (
-        f"over cp the rank with most attention work of a microbatch has {most - 1:.1%} more than the mean: {cost:.2%} of the "
-        "step's FLOPs, which the others wait for"
+        f"over cp, the rank with the most attention work in a microbatch has {most - 1:.1%} more than the mean; the others wait "
+        f"for {cost:.2%} of the step's FLOPs"
     )
 
 
@@ -264,7 +264,7 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
     """Show the summary: the last losses among the corpus entropies, some text, and where the results are."""
     rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
     if end.text is not None:
-        rows += [("prompt", end.prompt.expandtabs(4)), ("it writes", end.text.expandtabs(4).rstrip())]
+        rows += [("prompt", end.prompt.expandtabs(4)), ("output", end.text.expandtabs(4).rstrip())]
     if end.memory:
         rows.append(("memory", end.memory))
     rows.append(("results", f"{directory.path}/ (metrics.jsonl: one object per step; events/, config.yaml, logs/)"))

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import counted
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.telemetry.outlets.console import Report
@@ -113,7 +114,7 @@ class Telemetry:
             self._events.write(kind, **fields)
         except Exception as error:
             self._events = None
-            self.say(f"the log of events is switched off: {error}", "yellow")
+            self.say(f"the event log is switched off: {error}", "yellow")
         for sink in tuple(self._sinks):
             self._guard(sink, sink.after_event)
 
@@ -160,7 +161,10 @@ class Telemetry:
             self._events = None
         for file in files:
             if file.error is not None:
-                self.say(f"{file.path.name}: {file.num_lost} rows could not be written: {_cause(file.error)}", "yellow")
+                self.say(
+                    f"{file.path.name}: {counted(file.num_lost, 'row')} could not be written: {_cause(file.error)}",
+                    "yellow",
+                )
 
     def close_early(self) -> None:
         """Close sinks that would lose records and alerts, when another thread is about to end the process of a loop that hangs.
@@ -231,14 +235,17 @@ class Telemetry:
 
     def _output_event(self, change: OutputChange) -> None:
         if change.what == STOPPED:
-            message = f"{change.output} cannot be written ({change.cause}): training goes on, and it is tried again"
+            message = (
+                f"{change.output} cannot be written ({change.cause}): training goes on, and writing is tried again"
+            )
             self.notice("output_stopped", message, output=change.output)
         elif change.what == RESUMED:
-            lost = f"{change.num_lost} rows or lines are missing" if change.num_lost else "nothing is missing"
+            missing = counted(change.num_lost, "row or line", "rows or lines") if change.num_lost else "nothing is"
+            lost = f"{missing} missing"
             message = f"{change.output} is written again; {lost}"
             self.notice("output_resumed", message, output=change.output, num_lost=change.num_lost)
         else:
-            message = f"the {change.output} cannot be written any more ({change.cause}): the run goes on without it"
+            message = f"the {change.output} can no longer be written ({change.cause}): the run goes on without it"
             self.notice("output_dropped", message, output=change.output)
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> bool:

@@ -80,9 +80,9 @@ class MemoryComparison:
             ),
         )
         return (
-            f"memory after {self.after_steps} steps: rank {self.rank} (pp {self.pp}) has held {held} of tensors at most, "
-            f"{expected} predicted; the allocator reserved {reserved}; outside of it {outside} of its GPU are in use, "
-            f"{communicators} predicted for communicators; the GPU has {capacity}"
+            f"memory after {self.after_steps} steps: rank {self.rank} (pp {self.pp}) has held at most {held} of tensors "
+            f"({expected} predicted); the allocator reserved {reserved}; outside it, {outside} of the GPU are in use "
+            f"({communicators} predicted for communicators); the GPU has {capacity}"
         )
 
     def to_record(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class CheckpointNotices:
             self.directory.mark_saved(folder, step)
         except OSError as error:
             # The checkpoint itself is complete; the next save tries to note it again.
-            self.telemetry.say(f"it cannot be noted in {self.directory.path} that the run has saved: {error}", "yellow")
+            self.telemetry.say(f"{self.directory.path} cannot record that the run has saved: {error}", "yellow")
         waited = self.stall_seconds + self.waited_seconds
         self.telemetry.say(
             f"saved step {step:,}: {gigabytes(num_bytes)} in {seconds:.1f} s, training waited {waited:.2f} s ({folder})"
@@ -115,7 +115,7 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
         )
     if beginning.differences:
         listed = "\n".join(f"    {difference}" for difference in beginning.differences)
-        telemetry.say(f"  differs from what was saved, so it is not equal to the bit:\n{listed}")
+        telemetry.say(f"  differs from the saved run, so results will not be bitwise equal:\n{listed}")
     telemetry.say()
 
 

@@ -233,7 +233,7 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
 
     def terminal_changed(what: str, cause: str, num_lost: int) -> None:
         if what == DROPPED:
-            in_log.write(f"[the terminal cannot be written any more ({cause}); the run goes on]\n".encode())
+            in_log.write(f"[the terminal can no longer be written ({cause}); the run goes on]\n".encode())
         change("terminal", what, cause, num_lost)
 
     in_log = RelayQueue(

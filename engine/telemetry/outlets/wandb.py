@@ -208,7 +208,7 @@ def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, s
     """Start the run; return it, its mode, and why it is not online."""
     given = os.environ.get("WANDB_MODE") or ("disabled" if os.environ.get("WANDB_DISABLED") == "true" else "online")
     if given != "online":
-        return wandb.init(mode=given, settings=settings, **arguments), given, "the environment says so"
+        return wandb.init(mode=given, settings=settings, **arguments), given, "set by WANDB_MODE or WANDB_DISABLED"
     why = "no API key"
     try:
         wandb.setup(settings=settings)
@@ -295,7 +295,7 @@ def _kept_id(directory: RunDirectory) -> str:
     kept = directory.known_wandb_id() or ""
     if not _ID.fullmatch(kept):
         raise TriaxisError(
-            f"{directory.wandb_id} holds {kept!r}, which is no id of a run: letters, digits, - and _, at most 64. Write the id of "
-            "the run's page into it, or remove it: the next attempt then begins another page."
+            f"{directory.wandb_id} holds {kept!r}, which is not a run's id: at most 64 letters, digits, - and _. Write the id of "
+            "the run's page into it, or remove it: the next attempt then begins a new page."
         )
     return kept

@@ -154,7 +154,7 @@ def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: Mod
             for module in MODULES
             if counted[module] != of_list[module]
         ]
-        said = f"{total:,} counted on the ranks, but {wanted:,} listed: the model is not what was asked for"
+        said = f"{total:,} counted on the ranks, but {wanted:,} listed: the model is not the configured one"
         return [said, *wrong]
     if of_list != formula:
         difference, places = total - by_formula, ", ".join(_beside_formula(listed, of_list, formula))

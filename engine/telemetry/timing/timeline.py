@@ -164,7 +164,7 @@ class Merged:
             f"{self.error_seconds * 1e6:.0f} µs)"
         )
         if self.missing:
-            text += f"; ranks {', '.join(map(str, self.missing))} wrote none"
+            text += f"; missing ranks: {', '.join(map(str, self.missing))}"
         return text
 
 
@@ -202,8 +202,8 @@ def read_ranks(run: Path) -> dict[int, dict[str, Any]]:
     files = [folder / name for name in _names(folder) if _RANK_FILE.fullmatch(name)] if folder is not None else []
     if not files:
         raise TriaxisError(
-            f"{run} holds no timeline of a rank (timeline/attempt_*/rank_*.json): there is nothing to put together. Train with "
-            "telemetry.timeline={start: 10, steps: 2}, and look when those steps are made."
+            f"{run} holds no rank's timeline (timeline/attempt_*/rank_*.json), so there is nothing to merge. Train with "
+            "telemetry.timeline={start: 10, steps: 2}, and try again after those steps."
         )
     contents = {}
     for file in files:
@@ -215,8 +215,8 @@ def read_ranks(run: Path) -> dict[int, dict[str, Any]]:
             content["traceEvents"] = list(content["traceEvents"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TriaxisError(
-                f"{file} is no timeline of a rank ({type(error).__name__}: {error}): put together without it, its row would be "
-                "missing unnoticed. Remove the file to leave the rank out."
+                f"{file} is not a rank's timeline ({type(error).__name__}: {error}). If it were ignored, its row would be missing "
+                "unnoticed. Remove the file to leave the rank out."
             ) from error
         contents[int(file.stem.removeprefix("rank_"))] = content
     return contents

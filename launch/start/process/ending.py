@@ -112,7 +112,10 @@ class WayOut:
             raise
 
     def _give_up(self, code: int) -> None:
-        print(f"closing takes longer than {self._grace_seconds:g} seconds: this rank ends without it", file=sys.stderr)
+        print(
+            f"closing took longer than {self._grace_seconds:g} seconds, so this rank ends without closing",
+            file=sys.stderr,
+        )
         self._leave(code)
 
 

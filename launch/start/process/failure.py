@@ -90,7 +90,7 @@ def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: fl
     attempts = [path for path in logs.parent.glob("hangs/attempt_*") if path.stat().st_mtime >= since_seconds]
     report = hang_report(max(attempts)) if attempts else None
     if report is None:
-        return "the run hung, and its ranks were ended; they could not write down who waits for whom."
+        return "the run hung, and its ranks were stopped; they could not record which rank waits for which."
     is_shown = report["reporter"] == 0 and any(failure.rank == 0 for failure in failures)
     return "" if is_shown else str(report["text"])
 

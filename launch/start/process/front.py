@@ -48,7 +48,7 @@ def check_words(arguments: Sequence[str]) -> None:
         ConfigError: all such arguments, as bytes.
     """
     problems = [
-        f"{os.fsencode(word)!r} is no UTF-8, and configurations, logs and checkpoints are: none of them could name it. Rename the "
+        f"{os.fsencode(word)!r} is not UTF-8, so configurations, logs and checkpoints could not store it. Rename the "
         "file, or type the word in UTF-8."
         for word in arguments
         if any("\ud800" <= character <= "\udfff" for character in word)

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import counted
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.layout.shard_spec import localize
 from triaxis.engine.numerics.precision import DTYPES
@@ -135,7 +136,7 @@ class Reference:
         for rank in ranks:
             if len(rank.steps) != len(ranks[0].steps) or not 0 < len(rank.steps) <= len(self.steps):
                 raise ReportError(
-                    f"rank {rank.rank} reports {len(rank.steps)} steps, and one process {len(self.steps)}"
+                    f"rank {rank.rank} reports {counted(len(rank.steps), 'step')}, but one process {len(self.steps)}"
                 )
         held = {(one.step, one.kind, one.name) for rank in ranks for one in rank.tensors}
         for step, kind in product(range(len(ranks[0].steps)), KINDS):
@@ -174,7 +175,10 @@ class Reference:
             for key in sorted(ours.keys()):
                 kind, _, parameter = key.partition(":")
                 if key not in holder:
-                    raise ReportError(f"rank {rank} reports the {kind} of {parameter}, a name that one process has not")
+                    raise ReportError(
+                        f"rank {rank} reports the {kind} of {parameter}, a name that the one-process run does not "
+                        "report"
+                    )
                 wanted, got = holder[key].get_tensor(key), ours.get_tensor(key)
                 if wanted.shape != got.shape:
                     shapes = f"{list(got.shape)}, and one process {list(wanted.shape)}: whole tensors are compared"

@@ -27,7 +27,7 @@ from typing import Any
 
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
-from triaxis.engine.errors import ConfigError
+from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.start.command_line import refuse
 from triaxis.launch.start.launcher import thread_variables
@@ -109,11 +109,13 @@ def read_adapter(path: Path) -> Adapter:
     problems = []
     if not isinstance(axes, tuple) or not axes or not set(axes) <= set(AXES):
         problems.append(
-            f"--subject {path}: AXES = {axes or 'nothing'}: an adapter declares the axes of its layouts, of "
-            f"{', '.join(AXES)}, such as AXES = ('tp', 'dp')."
+            f"--subject {path}: AXES = {axes or 'nothing'}: AXES must be a tuple of axes from {', '.join(AXES)}, such "
+            "as AXES = ('tp', 'dp'), or no layout can be chosen."
         )
     elif not isinstance(smallest, dict) or not all(at in axes and size in (1, 2) for at, size in smallest.items()):
-        problems.append(f"--subject {path}: SMALLEST = {smallest}: it has 1 or 2 ranks for some of {', '.join(axes)}.")
+        problems.append(
+            f"--subject {path}: SMALLEST = {smallest}: it must give 1 or 2 ranks to axes from {', '.join(axes)}."
+        )
     refuse(problems)
     return Adapter(path.absolute(), axes, dict.fromkeys(AXES, 1) | smallest)
 
@@ -185,7 +187,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
         or int(word[2]) % adapter.smallest[word[0]]
     ]
     if wrong:
-        smallest = f" that is a multiple of its smallest layout's, {named(adapter.smallest)}"
+        smallest = f", a multiple of its smallest layout's ({named(adapter.smallest)})"
         raise ConfigError(
             [
                 f"--layout {wrong[0]}: the adapter declares {', '.join(adapter.axes)}, each with a number of ranks such as "
@@ -240,7 +242,12 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
         reference = Reference(smallest, parallel_sizes(alone).world_size)
         of_reference = judge(seen(smallest, alone, reference), asked.trials[0].tolerance)
         if not of_reference.equal:
-            raise ReportError(f"its ranks disagree in its smallest layout: {of_reference.differences[0]}")
+            first = of_reference.differences[0]
+            what = f"{first.what} of {first.name}" if first.name else first.what
+            raise ReportError(
+                "the smallest layout cannot be the reference, because its ranks disagree or a number is not finite: "
+                f"first the {what} in step {first.step + 1} (error {first.error:.1e}, bound {first.bound:.1e})"
+            )
         if asked.against:
             _run_against(asked, folder)
             other = Reference(write_as_subject(alone, folder), 1)
@@ -314,8 +321,8 @@ def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
         while waiting:
             if time.monotonic() > end:
                 raise ReportError(
-                    f"ranks {sorted(map(ranks.index, waiting))} have not ended in {asked.most_seconds} seconds: --timeout gives "
-                    "them more"
+                    f"ranks {sorted(map(ranks.index, waiting))} did not finish within "
+                    f"{counted(asked.most_seconds, 'second')}; raise the limit with --timeout"
                 )
             for rank in [*waiting]:
                 try:

@@ -99,7 +99,7 @@ def _said_by(outcomes: Sequence[SublayoutVerdict]) -> list[str]:
         said += [f"it {verb} with {', with '.join(changes)}"] if changes else []
     if any(one.change == ALONE and one.equal is False for one in outcomes):
         said.append(
-            "one process differs from itself: random numbers that no seed of the run makes, input from outside of it, or a loss "
+            "one process differs from itself: random numbers not drawn from the run's seed, outside input, or a loss "
             "that is divided by what its microbatch holds"
         )
     return said
@@ -189,8 +189,8 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
     if first.what == "loss" and not evidence.sites:
         return _of_forward(evidence, first)
     texts = {
-        "samples": "samples of the step are read twice, by no rank, or with other contents: the deal of samples to dp ranks, "
-        "labels and masks, or where documents end",
+        "samples": "samples of the step are read twice, by no rank, or with other contents: check how samples are "
+        "distributed over dp ranks, labels and masks, and document ends",
         "start": "initial weights depend on the layout: a parameter is drawn from its part, not from the whole tensor",
         "loss": f"the outputs are right, and the loss of the global batch is {_times(first.factor)} what it should be: ranks that "
         "count the same tokens are added, or a mean of means is taken over microbatches with unequal masks",
@@ -214,19 +214,20 @@ def _of_output(evidence: Evidence, first: Difference) -> str:
         )
     if first.name == "loss":
         return (
-            "every token's loss is right and their sum over a microbatch is not: the mask of another microbatch, or a mean over "
-            "the counted tokens of the microbatch where the global batch is to be divided once"
+            "every token's loss is right, but their sum over a microbatch is not: the mask of another microbatch, or a "
+            "mean over the counted tokens of the microbatch in place of a sum"
         )
     if place and _begins_a_stage(evidence, first.name):
         return (
-            f"what {sites[place - 1]} gave is right, and {first.name}, the first place of the next stage, did not compute from it: "
-            "microbatches or chunks of the pipeline are in another order than their inputs"
+            f"the output of {sites[place - 1]} is right, but {first.name}, the first site of the next stage, did not "
+            "read it: microbatches or chunks of the pipeline are in another order than their inputs"
         )
     what = {
         "attention": "heads, positions (RoPE) or dropout of a rank's part",
-        "mlp": "columns, or the sum of the row-parallel output; of experts, the way of tokens to them and back, and their weights",
-        "embedding": "rows of the vocabulary, or positions of a rank's part of the sequence; of a token ahead, which one it is",
-        "losses": "the token that is predicted: tokens ahead are those of the whole row, not of a rank's part",
+        "mlp": "columns, or the sum of the row-parallel output; with experts, how tokens reach them and return, and "
+        "their weights",
+        "embedding": "rows of the vocabulary, or positions of a rank's part of the sequence; in MTP, the token ahead",
+        "losses": "the token that is predicted: tokens ahead belong to the whole row, not to a rank's part",
     }.get(first.name.rsplit(".", 1)[-1], "dropout or residual of a rank's part of the sequence")
     return f"{first.name} is the first wrong output, and its inputs are right: {what}"
 
@@ -234,18 +235,18 @@ def _of_output(evidence: Evidence, first: Difference) -> str:
 def _of_routing(first: Difference) -> str:
     if first.got >= first.wanted:
         return (
-            f"every expert that a token of {first.name} uses is right, and tokens are not: some are routed more than once, as in "
-            "a replay, or under the place of others"
+            f"the chosen experts of {first.name} are right, but the tokens are not: some are routed more than once, as "
+            "in a replay, or in the place of others"
         )
-    share = f"{first.wanted - first.got:.0f} of {first.wanted:.0f} experts of {first.name} are not those that one process chooses"
+    share = f"{first.wanted - first.got:.0f} of {first.wanted:.0f} expert choices of {first.name} are not one process's"
     if first.step == 0:
         return (
-            f"{share}, and what the layer gets is right: the router's scores, its bias, the rule of ties or of groups, or tokens "
-            "that are not routed"
+            f"{share}, but the layer's input is right: the router's scores, its bias, the rule for ties or groups, or "
+            "tokens that are not routed"
         )
     return (
-        f"{share}, from step {first.step + 1} on: the bias of its choice follows other counts than those of the global batch, or "
-        "is not moved on every rank"
+        f"{share}, from step {first.step + 1} on: the router bias is updated from counts other than the global "
+        "batch's, or not on every rank"
     )
 
 
@@ -265,13 +266,14 @@ def _of_forward(evidence: Evidence, first: Difference) -> str:
     most = ", ".join(f"{name} ({errors[name]:.1e})" for name in wrong[:3])
     if first.step:
         return (
-            f"step {first.step} ended with the right weights and the next loss is {_times(first.factor)} what it should be: a "
-            f"forward that uses other weights (not gathered, or of an earlier step), or other samples; of the gradients, {most} "
-            "differ most"
+            f"step {first.step} ended with the right weights, but the next loss is {_times(first.factor)} what it "
+            "should be: the forward uses other weights (not gathered, or of an earlier step) or other samples; the "
+            f"gradients that differ most: {most}"
         )
     return (
-        f"{times}, and not by one factor for every gradient: a forward that computes otherwise (a wrong cut, positions, a sum over "
-        f"ranks), samples that are left out or read twice, or weights of a mean; of the gradients, {most} differ most"
+        f"{times}, and no single factor explains all gradients: a forward that computes something else (a wrong cut, "
+        "positions, a sum over ranks), samples that are left out or read twice, or wrong weights of a mean; the "
+        f"gradients that differ most: {most}"
     )
 
 
@@ -313,15 +315,15 @@ def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
     if evidence.are_whole:
         for axis in axes:
             if are_partial_sums(evidence, [reached], axis):
-                return f"{which}: backward reaches {reached.name} first, and of it {parts.format(axis=axis)}"
+                return f"{which}: backward reaches {reached.name} first; of it, {parts.format(axis=axis)}"
     if is_of_all:
         right = "loss and outputs are" if evidence.sites else "the loss is"
         return f"{right} right and every gradient is wrong: the backward of the head or of the loss"
-    right = "right outputs" if evidence.sites else "a right loss"
+    right = "the outputs are right" if evidence.sites else "the loss is right"
     times = "" if reached.factor is None else f", where it is {reached.factor:.4g} times what it should be"
     return (
-        f"{which}: wrong in a way that no factor explains, with {right}; backward reaches {reached.name} first{times}: a "
-        "backward, a sum that has not seen every microbatch, or an owned part that another rank's sum went to"
+        f"{which}: no single factor explains the error, and {right}; backward reaches {reached.name} first{times}: a "
+        "wrong backward, a sum that has not seen every microbatch, or an owned part that received another rank's sum"
     )
 
 
@@ -344,8 +346,8 @@ def _of_update(evidence: Evidence, differing: Sequence[Difference]) -> str:
         )
     if kind == "master" and all(one.name.endswith("router.bias") for one in differing):
         return (
-            "gradients, their norm and all trained weights are right, and the bias of the choice of experts is not: it follows "
-            "other counts than those of the global batch, or is moved more than once a step"
+            "gradients, their norm and all trained weights are right, but the router bias is not: it is updated from "
+            "counts other than the global batch's, or more than once a step"
         )
     if kind == "master" and not any(decays[one.name] for one in differing):
         return "gradients and their norm are right, and only weights without decay are not: decay on norms or biases"

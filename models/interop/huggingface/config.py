@@ -338,9 +338,7 @@ def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
             f"of a model of several parts the language model (text_config) was taken, without {', '.join(map(brief, others))}"
         )
     if found:
-        notes.append(
-            f"keys of config.json that compute nothing were passed over: {', '.join(map(brief, found[:MOST_UNKNOWN]))}"
-        )
+        notes.append(f"keys of config.json without effect were ignored: {', '.join(map(brief, found[:MOST_UNKNOWN]))}")
     if (family := FAMILIES.get(str(text_keys(keys).get("model_type")))) is not None:
         notes += expert_notes(text_keys(keys), family)
     if ignore:

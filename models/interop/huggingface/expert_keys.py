@@ -151,4 +151,4 @@ def expert_differences(model: ModelConfig, family: Family) -> Iterator[str]:
     if dense and not experts.may_be_dense:
         yield f"layer {dense[0]} without experts, there every layer has some"
     elif not experts.listed and dense != list(range(len(dense))):
-        yield f"layer {dense[-1]} without experts behind layers with some, there all dense layers come first"
+        yield f"layer {dense[-1]} without experts comes after layers with experts, there all dense layers come first"

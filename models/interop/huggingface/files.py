@@ -184,8 +184,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if not isinstance(error, OSError):
             raise
         raise CheckpointError(
-            f"{path} could not be made: {error}. Half of a model is no model, so nothing of it was left. Make room or mend the "
-            "rights, and give the command again."
+            f"{path} could not be written: {error}. Half a model is useless, so no part of it was kept. Make room or fix the "
+            "permissions, and give the command again."
         ) from None
 
 
@@ -198,9 +198,9 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
         pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
         if pickles:
             raise CheckpointError(
-                f"{folder} has its weights as pickles ({', '.join(pickles[:3])}). A pickle runs whatever code its author put "
-                "into it when it is opened, so none is opened here. Use the safetensors of this model, or have it converted "
-                "who trusts its author: load it with transformers and save it again, which writes safetensors."
+                f"{folder} has its weights as pickles ({', '.join(pickles[:3])}). Opening a pickle can run arbitrary code, so none "
+                "is opened here. Use the model's safetensors. Or, if you trust its author, convert it: load it with transformers "
+                "and save it again, which writes safetensors."
             )
         what = f"neither {SINGLE} nor {INDEX} is in it" if folder.is_dir() else "there is no such folder"
         raise CheckpointError(
@@ -211,7 +211,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
         files = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{index} is no index of weights ({error}): which file holds which tensor is not known. Get it again."
+            f"{index} is not a weight index ({error}), so it is unknown which file holds which tensor. Get it again."
         ) from None
     if outside := [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]:
         raise CheckpointError(

@@ -101,7 +101,7 @@ class GgufFile:
             fields = {name: field.contents() for name, field in reader.fields.items()}
         except (ValueError, OSError, KeyError, IndexError) as error:
             raise CheckpointError(
-                f"{path} is no whole GGUF file: {error}. Its tensors cannot be trusted. Get it again."
+                f"{path} is not a complete GGUF file: {error}. Its tensors cannot be trusted. Get it again."
             ) from None
         name = str(fields.get("general.architecture"))
         if name not in ARCHITECTURES:

@@ -78,7 +78,7 @@ def tokenizer_of(
             missing.
     """
     if given == "none":
-        return None, None, ["no tokenizer was asked for"]
+        return None, None, ["no tokenizer was written, because --tokenizer none was given"]
     named = given or recorded_tokenizer(candidate)
     if named is None:
         return None, None, ["the checkpoint names no tokenizer; give one with --tokenizer"]

@@ -429,7 +429,7 @@ def _notes(model: ModelConfig, rows: int, files: Files, family: Family) -> Itera
     if model.position_kind.has_table and rows != model.seq_length:
         yield f"of the {rows:,} learned positions the first {model.seq_length:,} are kept"
     if left_out := sum(_is_left_out(name, model, family) for name in files.tensors):
-        yield f"{left_out:,} tensors of layers behind the last, which predict further tokens, were left out"
+        yield f"layers behind the last, which predict further tokens, were left out ({counted(left_out, 'tensor')})"
 
 
 def _place_behind(name: str, model: ModelConfig, family: Family) -> int | None:

@@ -128,7 +128,7 @@ def attention_differences(model: ModelConfig) -> Iterator[str]:
     """List attention features that Megatron-LM's arguments cannot express."""
     kinds = model.kinds
     if model.mtp is not None and len({(kind.window, kind.rotary, kind.sinks) for kind in kinds}) > 1:
-        yield "model.mtp behind layers that differ: Megatron-LM's lists of windows and positions have no entry for its layers."
+        yield "model.mtp with layers that differ: Megatron-LM's lists of windows and positions have no entry for mtp layers."
     if len(windows := {kind.window for kind in kinds if kind.window is not None}) > 1:
         yield f"windows of {', '.join(map(str, sorted(windows)))} keys: Megatron-LM has one length for all layers."
     rotaries = {kind.rotary for kind in kinds if kind.rotary is not None}

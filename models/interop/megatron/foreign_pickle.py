@@ -108,7 +108,7 @@ def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source:
             return _read(archive.read(pickled), allowed, prefix, source, (archive, folder))
     except (zipfile.BadZipFile, ValueError, LookupError, RuntimeError, OSError, EOFError) as error:
         raise CheckpointError(
-            f"{source} is no archive of torch.save: {_short(error)}. It is damaged, or was written by a version of torch before "
+            f"{source} is not a torch.save archive: {_short(error)}. It is damaged, or was written by a version of torch before "
             "1.6. Restore it from a copy."
         ) from None
 
@@ -145,8 +145,8 @@ def _read(
         raise
     except Exception as error:  # a damaged pickle can fail in any way
         raise CheckpointError(
-            f"{source} cannot be read: {type(error).__name__}: {_short(error)}. It is damaged, or no file of Megatron's. Restore "
-            "it from a copy."
+            f"{source} cannot be read: {type(error).__name__}: {_short(error)}. It is damaged, or not one of Megatron's "
+            "files. Restore it from a copy."
         ) from None
 
 
@@ -253,8 +253,8 @@ class _Reader(pickle._Unpickler):
             return type(name, (Inert,), {"origin": f"{module}.{name}"})
         raise CheckpointError(
             f"{self._source} refers to {module}.{name}, which no checkpoint of Megatron-Core needs. A pickle that names other "
-            "things can run any program of its author; nothing of it was run. Ask where the file comes from; if it is "
-            "yours, save it once more with plain numbers and strings in Megatron's args."
+            "things can run arbitrary code; none of it was run. Ask where the file comes from. If it is yours, save it again "
+            "with plain numbers and strings in Megatron's args."
         )
 
     def persistent_load(self, pid: Any) -> torch.Tensor:

@@ -151,8 +151,8 @@ def schedule_args(config: Config) -> dict[str, Any]:
     if optimizer.lr_schedule == "extension":
         raise ConfigError(
             [
-                "optimizer.lr_schedule = extension: Megatron-LM has no name for a schedule of yours, and would go on with another "
-                "rate. Export the weights alone: --weights-only."
+                "optimizer.lr_schedule = extension: Megatron-LM does not know your schedule, and would go on with another rate. "
+                "Export only the weights: --weights-only."
             ]
         )
     step_tokens = config.train.global_batch_size * config.model.seq_length

@@ -48,8 +48,8 @@ def training_state(source: TorchDist) -> TrainingState:
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(
-            f"{source.folder / 'common.pt'} says {shown(first['input'])} where {first['loc'][0]} belongs: {first['msg']}. No run "
-            "came that far. Import the weights: --weights-only."
+            f"{source.folder / 'common.pt'} has {shown(first['input'])} for {first['loc'][0]}: {first['msg']}. No run can have "
+            "such a state. Import the weights: --weights-only."
         ) from None
 
 
@@ -211,6 +211,6 @@ def _scalar(value: Any, source: TorchDist, what: str) -> float:
 
 def _wrong(value: Any, source: TorchDist, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{source.folder / 'common.pt'} says {shown(value)} where {what} belongs; the run could not go on from there. Import the "
+        f"{source.folder / 'common.pt'} has {shown(value)} for {what}, so the run could not go on from there. Import the "
         "weights: --weights-only."
     )

@@ -55,7 +55,7 @@ def write_checkpoint(
     """
     folder = directory / ("release" if iteration is None else f"iter_{iteration:07d}")
     if folder.exists():
-        raise CheckpointError(f"{folder} is there already. Give another folder, or remove it.")
+        raise CheckpointError(f"{folder} already exists. Give another folder, or remove it.")
     partial = folder.with_name(f"{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -74,8 +74,8 @@ def write_checkpoint(
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)  # if only the tracker file could not be written
         raise CheckpointError(
-            f"{folder} could not be written: {error}. Nothing of it was left. Make room or mend the rights, and give the command "
-            "again."
+            f"{folder} could not be written: {error}. No part of it was kept. Make room or fix the permissions, and give the "
+            "command again."
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -102,7 +102,7 @@ def test_damage_is_named_and_the_older_checkpoint_is_whole(
 def test_a_pipe_in_the_place_of_a_file_does_not_hang_the_reader(tmp_path: Path) -> None:
     folder = commit(CheckpointDirectory(tmp_path), 1)
     put_pipe(folder / "rank_00000.safetensors")
-    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors: it is no file"):
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors: it is not a regular file"):
         read_all(folder)
 
 

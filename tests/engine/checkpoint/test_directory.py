@@ -72,7 +72,7 @@ def test_a_latest_that_is_gone_is_told(directory: CheckpointDirectory) -> None:
     damaged: list[str] = []
     assert [candidate.manifest.state.step for candidate in directory.candidates(damaged)] == [5]
     assert len(damaged) == 1
-    assert "step_00000006 is no complete checkpoint" in damaged[0]
+    assert "step_00000006 is not a complete checkpoint" in damaged[0]
 
 
 def test_an_incomplete_folder_is_told_and_passed_over(directory: CheckpointDirectory) -> None:
@@ -83,7 +83,7 @@ def test_an_incomplete_folder_is_told_and_passed_over(directory: CheckpointDirec
     damaged: list[str] = []
     assert [candidate.manifest.state.step for candidate in directory.candidates(damaged)] == [2]
     assert "rank_00001.safetensors: No such file or directory" in damaged[0]
-    assert f"step_00000001 is no complete checkpoint: No such file or directory ({MANIFEST})" in damaged[1]
+    assert f"step_00000001 is not a complete checkpoint: No such file or directory ({MANIFEST})" in damaged[1]
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(directory: CheckpointDirectory) -> None:
@@ -213,10 +213,10 @@ def test_a_run_directory_leads_to_the_folder_that_its_config_names(
 def test_nothing_to_find_is_said(looked_for: Callable[[Path], Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no such folder"):
         looked_for(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"no step_<number> folder is in it"):
+    with pytest.raises(CheckpointError, match=r"contains no step_<number> folder"):
         looked_for(tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"no step_<number> folder is in it"):
+    with pytest.raises(CheckpointError, match=r"contains no step_<number> folder"):
         looked_for(tmp_path / "file")
 
 
@@ -229,9 +229,9 @@ def test_find_names_complete_ones_beside_a_damaged_or_missing_one(directory: Che
     commit(directory, 2)
     (directory.step_folder(2) / MANIFEST).unlink()
     for path in (directory.step_folder(2), directory.step_folder(7)):
-        with pytest.raises(CheckpointError, match=r"Complete in the same folder: .*step_00000001"):
+        with pytest.raises(CheckpointError, match=r"Complete checkpoints in the same folder: .*step_00000001"):
             find(path)
-    with pytest.raises(CheckpointError, match=r"Complete is: .*step_00000001"):
+    with pytest.raises(CheckpointError, match=r"The newest complete one: .*step_00000001"):
         find(directory.path)
 
 

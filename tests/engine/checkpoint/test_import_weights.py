@@ -127,7 +127,7 @@ def test_nothing_is_written_where_a_run_is_alive(tmp_path: Path) -> None:
     commit(directory, 0)
     alive = FolderLock(tmp_path, "")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(TriaxisError, match=r"is alive and writes in .* or write into another folder"):
+    with pytest.raises(TriaxisError, match=r"live run is writing to .* or write into another folder"):
         write_checkpoint(tmp_path, [whole("w", torch.ones(4))], STATE, config={}, source="x")
     assert sorted(tmp_path.rglob("*")) == before
     alive.close()

@@ -41,7 +41,7 @@ def test_what_a_shell_would_have_expanded_is_expanded(home: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("s3://bucket/x", "copy between the two"),
+        ("s3://bucket/x", "the store's own tool"),
         ("hf://datasets/owner/text", "hf download owner/text --repo-type dataset"),
         ("$NOWHERE/x", "$NOWHERE is not set"),
         ("${NOWHERE}/x", "${NOWHERE} is not set"),

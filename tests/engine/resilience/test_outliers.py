@@ -88,7 +88,7 @@ def test_spikes_are_left_out_and_do_not_enter_the_mean_and_a_resume_in_another_l
     check(straight, 0)
     (of_loss, of_gradient) = (message for _, _, message, _ in straight[0].events)
     assert f"step {IN_LOSS + 1} on samples {IN_LOSS * BATCH} to {(IN_LOSS + 1) * BATCH - 1}: loss " in of_loss
-    assert " is above " in of_loss and "gradient norm" not in of_loss and "Its update is left out." in of_loss
+    assert " is above " in of_loss and "gradient norm" not in of_loss and "Its update is skipped." in of_loss
     assert "gradient norm " in of_gradient and ": loss" not in of_gradient
     state = read_manifest(tmp_path / "straight" / f"step_{CUT:08d}").state
     assert [step for step, _ in state.recent_grad_norms] == [step for step, _ in state.recent_losses] == list(range(7))
@@ -147,5 +147,5 @@ def test_outliers_without_end_stop_the_run(tmp_path: Path) -> None:
     resilience = sections()["resilience"] | {"max_skips_in_a_row": 2}
     later = tuple(range(IN_LOSS, NUM_STEPS))
     (trace,) = run_ranks(run, 1, CASE, str(tmp_path), sections(resilience=resilience), Spikes(later, ()))
-    assert "2 updates in a row were left out before (resilience.max_skips_in_a_row)" in trace.error
+    assert "2 updates in a row were skipped before (resilience.max_skips_in_a_row)" in trace.error
     assert trace.exit_code == 6 and [step for _, step, *_ in trace.events] == [IN_LOSS, IN_LOSS + 1, IN_LOSS + 2]

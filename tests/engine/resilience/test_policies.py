@@ -65,7 +65,7 @@ def test_a_skipped_update_is_as_if_it_had_been_left_out(tmp_path: Path) -> None:
         assert {step: loss for step, loss in trace.told if step != BAD_STEP} == losses
         assert trace.fingerprint == fingerprint and trace.num_updates == NUM_STEPS - 1
         [(kind, step, message, details)] = trace.events
-        assert (kind, step) == ("non_finite", BAD_STEP) and "Its update is left out" in message
+        assert (kind, step) == ("non_finite", BAD_STEP) and "Its update is skipped" in message
         assert details["samples"] == [BAD_STEP * BATCH, (BAD_STEP + 1) * BATCH]
         assert (details["first_rank"], details["first_samples"]) == (2, list(BAD.sample_ids))
         assert details["first"] == "the output of layers.3.mlp (stage 1) in the forward of microbatch 2"
@@ -75,7 +75,7 @@ def test_a_run_that_only_skips_comes_to_an_end(tmp_path: Path) -> None:
     everything = Plant(rank=0, module="", sample_ids=tuple(range(BATCH, 100 * BATCH)))
     sections = {"train": few(), "resilience": {"on_nonfinite": "skip", "max_skips_in_a_row": 2}}
     (trace,) = run_ranks(run, 1, ALONE, str(tmp_path), sections, everything)
-    assert "2 updates in a row were left out" in trace.error and trace.exit_code == 6
+    assert "2 updates in a row were skipped" in trace.error and trace.exit_code == 6
     assert [step for _, step, _, _ in trace.events] == [1, 2, 3] and trace.num_updates == 1
 
 
@@ -139,7 +139,7 @@ def test_too_many_rollbacks_stop_the_run(tmp_path: Path) -> None:
     twice = Plant(rank=0, module="blocks.0", sample_ids=(BAD_STEP * BATCH, (BAD_STEP + 2) * BATCH))
     sections = {"train": few(), "checkpoint": SAVING, "resilience": ROLLBACK}
     (trace,) = run_ranks(run, 1, ALONE, str(tmp_path), sections, twice)
-    assert "has gone back 1 times already (resilience.max_rollbacks = 1)" in trace.error and trace.exit_code == 6
+    assert "has already gone back 1 time (resilience.max_rollbacks = 1)" in trace.error and trace.exit_code == 6
     assert [kind for kind, *_ in trace.events] == ["non_finite", "rolled_back", "non_finite"]
     # The second time on other samples, by their ids.
     assert trace.events[2][3]["samples"] == [(BAD_STEP + 2) * BATCH, (BAD_STEP + 3) * BATCH]
@@ -210,5 +210,5 @@ def test_a_step_without_labels_is_reported_and_is_nothing_else() -> None:
     assert [step for step, _ in history.losses] == [most + 2]
     assert [(kind, step) for kind, step, *_ in trace.events] == [("no_labels", step) for step in range(most + 2)]
     _, _, message, details = trace.events[1]
-    assert message.startswith("step 2 on samples 4 to 7: no label of theirs is counted, so there is no loss (")
-    assert message.endswith("Its update is left out.") and details == {"samples": [4, 8]}
+    assert message.startswith("step 2 on samples 4 to 7: none of their labels counts, so there is no loss (")
+    assert message.endswith("Its update is skipped.") and details == {"samples": [4, 8]}

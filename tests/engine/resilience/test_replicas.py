@@ -43,7 +43,7 @@ class FlipsOneBit:
         (
             Case("gpt", dp=4, dtype="bf16"),
             FlipsOneBit(2, "layers.3.mlp.up.weight", 3),
-            "rank 2 holds another layers.3.mlp.up.weight than ranks 0, 1, 3 (dp replicas)",
+            "rank 2 holds a different layers.3.mlp.up.weight than ranks 0, 1, 3 (dp replicas)",
         ),
         (
             Case("llama", tp=2),

@@ -160,7 +160,7 @@ def test_from_scratch_moves_checkpoints_aside(make_config: MakeConfig, tmp_path:
 def test_two_runs_cannot_share_a_folder_of_checkpoints(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(checkpoint={"interval": 5, "dir": str(tmp_path / "shared")})
     alive = RunDirectory.create(config, tmp_path, "one")
-    with pytest.raises(TriaxisError, match="another run is alive"):
+    with pytest.raises(TriaxisError, match="another live run"):
         RunDirectory.create(config, tmp_path, "two")
     alive.close()
     RunDirectory.create(config, tmp_path, "two").close()
@@ -199,7 +199,7 @@ def test_a_finished_run_says_so_and_is_left_alone(make_config: MakeConfig, tmp_p
 
 def test_two_runs_that_are_alive_do_not_share_a_directory(make_config: MakeConfig, tmp_path: Path) -> None:
     alive = RunDirectory.create(make_config(), tmp_path, "demo")
-    with pytest.raises(TriaxisError, match="is alive"):
+    with pytest.raises(TriaxisError, match="another live run"):
         RunDirectory.create(make_config(), tmp_path, "demo")
     alive.close()
     assert start(make_config(), tmp_path).attempt == 1

@@ -129,10 +129,10 @@ def test_a_strange_entry_never_holds_a_start(
     [
         ("finished", "torn", "finished is damaged.*remove it"),
         ("finished", "no object", "finished is damaged: it holds no JSON object"),
-        ("finished", "other types", "finished is damaged: steps = 'many' is no count"),
+        ("finished", "other types", "finished is damaged: steps = 'many' is not a whole number"),
         ("finished", "large", "File too large|has more than"),
         ("finished", "FIFO", "finished is a FIFO, and must be a regular file"),
-        ("config.yaml", "binary", "config.yaml is damaged: it is no YAML.*RUN_NAME=demo-2"),
+        ("config.yaml", "binary", "config.yaml is damaged: it is not valid YAML.*RUN_NAME=demo-2"),
         ("config.yaml", "bomb", "config.yaml is damaged: .*more than 100,000 values"),
         ("config.yaml", "no object", "config.yaml is damaged: it holds no fields"),
         ("lock", "folder", "lock is a folder"),
@@ -190,17 +190,17 @@ def test_the_folder_of_checkpoints_has_a_lock_wherever_it_is(make_config: MakeCo
     alive = RunDirectory.create(saves, tmp_path, "one")
     folder = alive.checkpoints(saves).path
     with (
-        pytest.raises(TriaxisError, match=r"is alive and writes in .*checkpoints; .*another folder"),
+        pytest.raises(TriaxisError, match=r"another live run is writing to .*checkpoints, .*another folder"),
         holding(folder, "another folder"),
     ):
         pass
     alive.close()
     with (
         holding(folder, ""),
-        pytest.raises(TriaxisError, match=r"is alive and writes in .*one/checkpoints; .*checkpoint\.dir"),
+        pytest.raises(TriaxisError, match=r"another live run is writing to .*one/checkpoints, .*checkpoint\.dir"),
     ):
         RunDirectory.create(saves, tmp_path, "one")
-    with holding(folder, ""), pytest.raises(TriaxisError, match="is alive"):
+    with holding(folder, ""), pytest.raises(TriaxisError, match="another live run"):
         # It saves nothing, and would sweep what the other one writes.
         RunDirectory.create(make_config(), tmp_path, "one")
     RunDirectory.create(saves, tmp_path, "one").close()

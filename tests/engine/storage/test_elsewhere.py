@@ -24,9 +24,9 @@ HUB = "hf download meta-llama/Llama-3.1-8B --local-dir FOLDER"
         (Path("meta-llama/Llama-3.1-8B"), HUB),
         ("hf://meta-llama/Llama-3.1-8B", HUB),
         (Path("hf://datasets/owner/text"), "hf download owner/text --repo-type dataset --local-dir FOLDER"),
-        ("s3://bucket/x.jsonl", "copy between the two"),
-        (Path("gs://bucket/x"), "copy between the two"),
-        ("hf://gpt2", "copy between the two"),
+        ("s3://bucket/x.jsonl", "the store's own tool"),
+        (Path("gs://bucket/x"), "the store's own tool"),
+        ("hf://gpt2", "the store's own tool"),
     ],
 )
 def test_a_name_elsewhere_is_known(name: str | Path, line: str) -> None:

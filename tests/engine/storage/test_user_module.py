@@ -72,7 +72,7 @@ def test_a_module_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("/nowhere/mine.py", "no such file"),
         ("/nowhere/lab", "neither a .py file nor a package"),
-        ("no_such_module_at_all", "no module of this name"),
+        ("no_such_module_at_all", "no module with this name"),
         ("no_such.module", "fails to look for it"),
     ],
 )

@@ -89,7 +89,7 @@ def test_outliers_are_counted(make_config: Callable[..., Config], monkeypatch: p
         observer.on_step(step, StepResult(3.0, 0.5, 100, skip=skip), lr=0.1)
     assert [record.to_record().get("num_outliers") for record in records] == [None, 1, 1, 2]
     lines = [each.line for record in records[::3] for each in record.measured]
-    assert lines == ["2 outliers, whose updates were left out"] and "num_outliers" not in records[0].to_record()
+    assert lines == ["2 outlier updates skipped"] and "num_outliers" not in records[0].to_record()
     observer.end_step()
     observer.on_step(4, StepResult(0.0, 0.5, num_tokens=0), lr=0.1)
     assert observer.loss == 3.0, "a step without labels has no loss"

@@ -53,7 +53,7 @@ def test_two_layouts_are_trained_and_ranked(tmp_path: Path) -> None:
     ended = run(tmp_path, *TRIAXIS, *words, *SMALL, "telemetry.peak_tflops=0.001", RUN_NAME="mine")
     assert ended.exit_code == 0, ended.err
     # The block alone goes to stdout: what the runs say does not.
-    assert ended.out.startswith("command   triaxis bench ") and "it writes" not in ended.out
+    assert ended.out.startswith("command   triaxis bench ") and "  output  " not in ended.out
     assert [path.name for path in tmp_path.iterdir()] == ["tried.json"]
 
     tried = json.loads((tmp_path / "tried.json").read_text())

@@ -125,11 +125,11 @@ def test_a_loss_scale_moves_away_and_back(tmp_path, monkeypatch, capsys):
     opened = open_checkpoint(theirs)
     for number, (scaler, said) in enumerate(
         (
-            ([1.0], r"\[1.0\] where the state of a loss scale belongs"),
-            ({"scale": float("nan"), "growth_tracker": 1, "hysteresis_tracker": 1}, "nan where a loss scale belongs"),
-            ({"scale": 1.0, "growth_tracker": 0.5, "hysteresis_tracker": 1}, "0.5 where the updates at a loss scale"),
-            ({"scale": 0.0, "growth_tracker": 1, "hysteresis_tracker": 1}, "0.0 where scale belongs"),
-            ({"scale": 1.0, "growth_tracker": 1, "hysteresis_tracker": None}, "None where the hysteresis of a loss"),
+            ([1.0], r"\[1.0\] for the state of a loss scale"),
+            ({"scale": float("nan"), "growth_tracker": 1, "hysteresis_tracker": 1}, "nan for a loss scale"),
+            ({"scale": 1.0, "growth_tracker": 0.5, "hysteresis_tracker": 1}, "0.5 for the updates at a loss scale"),
+            ({"scale": 0.0, "growth_tracker": 1, "hysteresis_tracker": 1}, "0.0 for scale"),
+            ({"scale": 1.0, "growth_tracker": 1, "hysteresis_tracker": None}, "None for the hysteresis of a loss"),
         )
     ):
         optimizer = {**opened.common["optimizer"], "grad_scaler": scaler}
@@ -191,7 +191,7 @@ def test_a_checkpoint_without_arguments_needs_a_config(theirs, tmp_path, capsys)
     rewrite(theirs, **dict.fromkeys(source.args))
     command = ["import", str(theirs), str(tmp_path / "back"), "--weights-only"]
     assert main(command) == 2
-    assert "holds no arguments of Megatron's" in capsys.readouterr().err
+    assert "holds no Megatron arguments" in capsys.readouterr().err
     mine = tmp_path / "mine.yaml"
     mine.write_text(yaml.safe_dump(RUN))
     assert main([*command, "--config", str(mine)]) == 0
@@ -268,7 +268,7 @@ def test_what_is_no_torch_dist_checkpoint_is_refused_with_a_way_out(tmp_path, ca
 
 def test_an_export_keeps_what_is_there(theirs, tmp_path, capsys):
     assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(theirs)]) == 2
-    assert "iter_0000003 is there already" in capsys.readouterr().err
+    assert "iter_0000003 already exists" in capsys.readouterr().err
     open_checkpoint(theirs).read("output_layer.weight")
 
 
@@ -324,10 +324,10 @@ def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"consumed_train_samples": 10**25}, "where consumed_samples belongs"),
-        ({"consumed_train_samples": float("inf")}, "says inf where args.consumed_train_samples belongs"),
-        ({"consumed_train_samples": float("nan")}, "says nan where args.consumed_train_samples belongs"),
-        ({"consumed_train_samples": [3]}, "says .3. where args.consumed_train_samples belongs"),
+        ({"consumed_train_samples": 10**25}, "for consumed_samples: "),
+        ({"consumed_train_samples": float("inf")}, "has inf for args.consumed_train_samples"),
+        ({"consumed_train_samples": float("nan")}, "has nan for args.consumed_train_samples"),
+        ({"consumed_train_samples": [3]}, "has .3. for args.consumed_train_samples"),
         ({"num_layers": 10**10_000}, r"model.num_layers = an integer of 33,\d+ bits"),
         ({"num_layers": [[2]]}, "num_layers = .a list.: must be a number"),
         ({"normalization": ["RMSNorm"]}, "normalization = .'RMSNorm'.: must be a number or a word"),

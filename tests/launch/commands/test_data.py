@@ -133,7 +133,7 @@ def test_a_corpus_is_checked_once_and_its_damage_is_named(capsys: pytest.Capture
     Path("one.bin").write_bytes(content)
     capsys.readouterr()
     assert main(["data", "check", "one", "--tokenizer", "bytes"]) == 1
-    assert "one: most documents do NOT end with id 256, which the tokenizer has for it" in capsys.readouterr().out
+    assert "one: most documents do NOT end with the tokenizer's end of a document, id 256" in capsys.readouterr().out
     (found,) = json.loads(said(capsys, "data", "check", "one", "--json"))
     assert (found["largest_id"], found["ends"], found["problems"]) == (117, [[32, 10]], [])
 

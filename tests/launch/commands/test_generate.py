@@ -147,7 +147,7 @@ def test_a_layout_that_the_model_does_not_fit_is_refused(llama, refused):
     err = refused(llama.folder, "--prompt", "x", "--tp", 3)
     assert f"the configuration for {llama.folder / 'checkpoints' / 'step_00000000'} has" in err
     assert "parallel.tp = 3" in err
-    assert "'tp2' is neither a checkpoint that exists, nor an override" in refused(llama.folder, "tp2", "--prompt", "x")
+    assert "'tp2' is not an existing checkpoint, an override" in refused(llama.folder, "tp2", "--prompt", "x")
 
 
 def test_no_checkpoint_and_no_tokenizer(llama, tmp_path, refused):

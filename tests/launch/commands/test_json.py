@@ -60,6 +60,6 @@ def test_a_picture_is_opened(
     assert main(words) == 0
     assert opened == [(tmp_path / "layout.svg").as_uri()]
     assert main(words) == 2, "no browser"
-    assert "layout.svg is written, and no browser is found here" in capsys.readouterr().err
+    assert "layout.svg is written, but this machine has no browser" in capsys.readouterr().err
     assert main(["topology", "--tp", "2", "--open"]) == 2
     assert "--open without a picture" in capsys.readouterr().err

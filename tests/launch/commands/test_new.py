@@ -248,7 +248,7 @@ def test_a_folder_without_a_tokenizer_takes_that_of_the_corpus(
         (("--tokens", "0"), "--tokens 0: must be at least 1"),
         (("--tokens", "1M", "--gpus", "8"), "--gpus 8: must be a number of GPUs and the memory of each"),
         (("--tokens", "1M", "--seq-length", "90000"), "a sample takes 90,001"),
-        (("--tokens", "1M", "--gpus", "8x0.001GB"), "are lacking"),
+        (("--tokens", "1M", "--gpus", "8x0.001GB"), "It lacks"),
     ],
 )
 def test_what_cannot_be_is_refused_and_imports_nothing(
@@ -339,7 +339,7 @@ def test_a_config_json_gives_the_model_of_the_shipped_config(
     words = ("--from", "config.json", "--gpus", "64x80GB", "--tokens", "1B", "--ignore", "strange")
     out, err = new(capsys, *words)
     assert read(out).model == load_config("llama3_8b").model
-    assert "keys of config.json that compute nothing were passed over: _model_name_or_path" in err
+    assert "keys of config.json without effect were ignored: _model_name_or_path" in err
     assert "keys of config.json that are not known here were ignored (--ignore): strange" in err
     assert read(new(capsys, *words, "model.num_layers=2")[0]).model.num_layers == 2
     _, err = new(capsys, *words, "model.hidden=2", "model.num_layers=x", code=2)

@@ -96,7 +96,7 @@ def test_steps_that_were_not_clipped_are_told(
     verdict_is(monkeypatch, Verdict({"loss": (1e-16, "")}, (), None, steps))
     assert main([*CONFIG, "--layout", "tp=2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "clipping was not at work in 2 of 3 steps: the gradient norm was 0.25, and 0.5 is the limit" in out
+    assert "clipping was not at work in 2 of 3 steps: the gradient norm was at most 0.25, and 0.5 is the limit" in out
 
 
 def test_sizes_are_the_configs_own_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_matrix_says_each_verdict_and_counts_them(
         (["--layout", "tp=2,xp=2"], "'xp=2' is not one of tp=.., cp=.., pp=.."),
         (["--layout", "tp=2,tp=4"], "each at most once"),
         (["--layout", "tp=3"], "model.num_attention_heads"),
-        (["--steps", "0"], "at least one step"),
+        (["--steps", "0"], "must be at least 1"),
         (["--steps", str(2**40 + 1), "--dry-run"], "--steps 1099511627777: must be at most 1,099,511,627,776"),
         (["--matrix", "--max-ranks", str(2**20 + 1), "--dry-run"], "--max-ranks 1048577: must be at most 1,048,576"),
         (["--matrix", "--layout", "tp=2"], "would be ignored"),
@@ -340,7 +340,7 @@ def test_an_oracle_that_breaks_is_neither_equal_nor_different(
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [(None, "megatron-core is not installed"), ("0.17.0", "was written for 0.16.x")]
+    ("version", "said"), [(None, "megatron-core is not installed"), ("0.17.0", "patches for the CPU are for 0.16.x")]
 )
 def test_an_oracle_that_is_missing_or_unknown(
     version: str | None, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

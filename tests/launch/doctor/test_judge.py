@@ -276,7 +276,7 @@ def test_interfaces_and_listeners() -> None:
     assert named(with_node(cluster(2), 1, network=inside), "interfaces") == {"host1"}
     slower = replace(network, mbits=1000, fastest=("ib0", 200_000))
     (finding,) = found(with_node(cluster(2), 0, network=slower), "interfaces", Level.WARN)
-    assert "ib0 does 200,000 Mbit/s" in finding.text
+    assert "ib0 is faster (200,000 Mbit/s)" in finding.text
     assert finding.hosts == ("host0",)
     wide = replace(network, listening=("10.0.0.0", "::"))
     (finding,) = found(with_node(cluster(2), 0, network=wide), "listeners", Level.WARN)

@@ -99,7 +99,7 @@ def test_a_node_without_a_compiler_is_named_where_it_has_gpus() -> None:
     seen = with_node(with_node(cluster(2), 0, compiler=compiler), 1, compiler=replace(compiler, has_headers=False))
     (finding,) = (one for one in judge(seen) if one.check == "compiler")
     assert (finding.level, finding.hosts, finding.advice) == (Level.WARN, ("host1",), ADVICE)
-    assert "no Python.h in /usr/include/python3.11: triton builds no kernel" in finding.text
+    assert "no Python.h in /usr/include/python3.11: triton cannot build kernels" in finding.text
     on_cpus = replace(seen, facts=tuple(replace(one, gpu=None) for one in seen.facts))
     (finding,) = (one for one in judge(on_cpus) if one.check == "compiler")
     assert finding.level is Level.OK and "on a CPU only" in finding.text

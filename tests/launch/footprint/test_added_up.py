@@ -103,7 +103,7 @@ def with_an_odd_microbatch(rank: int, config: Config) -> None:
 
 @pytest.mark.distributed
 def test_microbatches_that_are_not_alike_are_not_added_up() -> None:
-    with pytest.raises(RankFailedError, match=r"0F2 did not do what the instruction like it did.*--full"):
+    with pytest.raises(RankFailedError, match=r"0F2 did not cost what an earlier instruction of its kind did.*--full"):
         run_ranks(with_an_odd_microbatch, 1, thin(Case("gpt", pp=4, global_batch_size=8)))
 
 

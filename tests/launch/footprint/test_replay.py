@@ -174,7 +174,7 @@ def test_a_wait_for_what_the_peer_posts_after_its_own_wait() -> None:
 
 def test_a_head_that_is_not_met_holds_up_what_is_behind_it() -> None:
     assert two(log("reduce", "send"), log("reduce", "recv")).collectives == {"pp_forward": 1}
-    with pytest.raises(ScheduleError, match="holds up 1 calls"):
+    with pytest.raises(ScheduleError, match="blocks 1 later call"):
         two(log("reduce", "send"), log("recv", "reduce"))
 
 

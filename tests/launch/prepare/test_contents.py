@@ -265,14 +265,14 @@ def test_lists_of_ids_are_tokens(tmp_path: Path) -> None:
 def test_what_holds_no_tokens_is_named(tmp_path: Path) -> None:
     floats = in_memory(lambda to: np.save(to, np.ones(3)))
     short = llm_c(20240520, "<u2")[:-2]
-    flat, wide = np.arange(20), r"every second one is 0, so each has {} bytes.*n\.fromfile\('.*{}', '<u{}'\)"
+    flat, wide = np.arange(20), r"every second token is 0, so a token has {} bytes.*n\.fromfile\('.*{}', '<u{}'\)"
     for name, content, message in (
         ("a.npy", floats, r"holds no tokens \(it has float64"),
         ("b.bin", b"odd", "holds no tokens"),
-        ("c.bin", short, "tells of 7 tokens, and 6 follow"),
+        ("c.bin", short, "announces 7 tokens, but 6 follow"),
         ("e.bin", flat.astype("<u4").tobytes(), wide.format(4, "e.bin", 4)),
         ("f.bin", flat.astype("<i8").tobytes(), wide.format(8, "f.bin", 8)),
-        ("d.bin", llm_c(20240520, "<u4"), "has version 7, and 1 is known"),
+        ("d.bin", llm_c(20240520, "<u4"), "has version 7, but only 1 is known"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):

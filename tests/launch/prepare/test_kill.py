@@ -156,7 +156,7 @@ def test_a_replacement_that_was_killed_needs_no_second_force(
     (tmp_path / "a.txt").write_text("another text")
     request.parts.mkdir()
     (request.parts / prepare_module.INSTALLING).write_text("another request")
-    with pytest.raises(Exception, match="made of other inputs"):
+    with pytest.raises(Exception, match="made from other inputs"):
         run(request)
     files = prepare_module.look_at(request, prepare_module.Findings("stop"))
     digest = prepare_module.request_digest(files, prepare_module.load_tokenizer(BYTES).identity)

@@ -213,12 +213,12 @@ def test_another_corpus_is_replaced_only_by_force(texts: Path, tmp_path: Path, i
     output = tmp_path / "corpus"
     first = make(find_inputs([str(texts / "*.txt")]).files, output)
     other = find_inputs([str(texts / "c.md")]).files
-    with pytest.raises(DataError, match="made of other inputs"):
+    with pytest.raises(DataError, match="made from other inputs"):
         make(other, output)
     assert read_record(str(output)) == first.record
     assert make(other, output, force=True).record.num_documents == 1
     Path(f"{output}.json").unlink()
-    with pytest.raises(DataError, match=r"there is no corpus\.json beside it"):
+    with pytest.raises(DataError, match=r"no corpus\.json beside it"):
         make(other, output)
 
 

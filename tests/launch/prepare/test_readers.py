@@ -406,6 +406,6 @@ def test_a_document_that_the_format_cannot_count_is_named(
 
 def test_an_empty_text_leaves_no_parts(tmp_path: Path, in_process: None) -> None:
     (tmp_path / "void.jsonl").write_text('{"text": ""}\n')
-    with pytest.raises(DataError, match="no text at all: 1 documents"):
+    with pytest.raises(DataError, match="no text: 1 document, all"):
         make((tmp_path / "void.jsonl",), tmp_path / "out" / "corpus", "stop")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".corpus.lock"]

@@ -83,4 +83,4 @@ def test_the_sources_of_a_node_are_a_fact() -> None:
 
 def test_files_that_change_meanwhile_are_said() -> None:
     facts = {"host": "a", "facts": {"optimizer.lr": 1}}
-    assert "files changed meanwhile" in agreement.first_difference(facts, facts, 3)
+    assert "files changed during the comparison" in agreement.first_difference(facts, facts, 3)

@@ -71,7 +71,7 @@ def test_a_lost_directory_is_made_again_and_said_once(tmp_path: Path, lose: Call
     assert load_config(path / "config.yaml") == run.config
     run.metrics.lines.write({"step": 7})
     assert read_records(path / "metrics.jsonl").records == [{"step": 7}]
-    with pytest.raises(TriaxisError, match="another run is alive"):
+    with pytest.raises(TriaxisError, match="another live run"):
         RunDirectory.create(run.config, tmp_path, "demo")
     run.directory.close()
     assert RunDirectory.create(run.config, tmp_path, "demo").attempt == 1
@@ -119,9 +119,9 @@ def test_a_run_that_has_taken_the_place_keeps_it(tmp_path: Path) -> None:
     run = Watched(tmp_path)
     move(run.directory.path)
     other = RunDirectory.create(run.config, tmp_path, "demo")
-    with pytest.raises(TriaxisError, match="another run is alive"):
+    with pytest.raises(TriaxisError, match="another live run"):
         run.look()
-    with pytest.raises(TriaxisError, match="another run is alive"):
+    with pytest.raises(TriaxisError, match="another live run"):
         run.directory.finish(steps=3)
     assert not (other.path / "finished").exists()
     other.close()

@@ -73,7 +73,7 @@ def test_both_are_means_over_ranks_and_what_is_not_predicted_is_named(tmp_path: 
 def test_a_named_cluster_counts_more_than_the_recorded_device(tmp_path: Path) -> None:
     run = make_run(tmp_path / "demo")
     assert "Predicted for 1 x 8 A100-SXM-80GB. Measured" in said(run, "8xA100")
-    with pytest.raises(ConfigError, match="--cluster has 2 devices and the run has 4 ranks"):
+    with pytest.raises(ConfigError, match="--cluster has 2 devices, but the run has 4 ranks"):
         said(run, "2xH100")
 
 
@@ -83,7 +83,7 @@ def test_a_named_cluster_counts_more_than_the_recorded_device(tmp_path: Path) ->
         ({"device": "cpu"}, "No rates of this CPU are known."),
         ({"device": "NVIDIA H100 PCIe"}, "No rates of NVIDIA H100 PCIe are known."),
         ({"device": None}, "The run recorded no device."),
-        ({"backend": f"{DEVICE}, gloo through the host"}, "Ranks sent through the host"),
+        ({"backend": f"{DEVICE}, gloo through the host"}, "Ranks communicated through the host"),
         ({"nodes": None}, "The run recorded no nodes."),
     ],
 )

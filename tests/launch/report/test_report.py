@@ -138,7 +138,10 @@ def test_a_whole_run_is_a_whole_page(tmp_path: Path) -> None:
     assert (
         f"measured{share:.1%}" in page.sections["schedule"] and "interleaved: pp 2, vpp 2" in page.sections["schedule"]
     )
-    assert "step_00000040" in page.sections["checkpoints"] and "no complete checkpoint" in page.sections["checkpoints"]
+    assert (
+        "step_00000040" in page.sections["checkpoints"]
+        and "is not a complete checkpoint" in page.sections["checkpoints"]
+    )
     assert "killed: no end is recorded" in page.sections["attempts"] and "41 to 60" in page.sections["attempts"]
     assert "rank 2 is slow" in page.sections["events"] and "2.13.0" in page.sections["versions"]
     assert "hidden_size: 32" in page.sections["config"]

@@ -29,6 +29,6 @@ def test_saving_resuming_and_converting_as_the_page_says(tmp_path: Path) -> None
         said.append(shown.stdout)
     first, longer, other_layout = said[:3]
     assert "resuming" not in first and "saved step 20" in first
-    assert "resuming after step 20" in longer and "differs from what was saved" not in longer
+    assert "resuming after step 20" in longer and "differs from the saved run" not in longer
     assert "resuming after step 30" in other_layout and "tp 2 -> 1" in other_layout
     assert (tmp_path / "imported" / "demo").is_dir()

@@ -92,7 +92,7 @@ def test_a_rank_whose_closing_hangs_ends_with_its_own_code(tmp_path: Path) -> No
     """As a profiler's would, which waits for the device."""
     first, log, codes = first_end(tmp_path, NAME, closing_seconds=3600.0, grace_seconds=1.0)
     assert (first, codes[CULPRIT]) == (CULPRIT, MISTAKE), log
-    assert "closing takes longer than 1 seconds" in log
+    assert "closing took longer than 1 seconds" in log
 
 
 LAUNCH = """\

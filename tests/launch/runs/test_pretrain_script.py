@@ -106,7 +106,10 @@ def test_a_users_mistakes_come_all_at_once_and_without_a_traceback():
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["nowhere.yaml"], "nowhere.yaml"), (["configs/gpt_tiny.yaml", "train.steps", "3"], "'train.steps' is neither")],
+    [
+        (["nowhere.yaml"], "nowhere.yaml"),
+        (["configs/gpt_tiny.yaml", "train.steps", "3"], "'train.steps' is not an existing config"),
+    ],
 )
 def test_words_that_mean_nothing(words, said):
     refused = pretrain(*words)
@@ -128,7 +131,7 @@ def test_several_nodes():
     for spoiled in ({"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": ""}, {"NODE_RANK": ""}):
         refused = pretrain(**variables | spoiled)
         assert refused.returncode == 2
-        assert "the address of node 0" in refused.stderr
+        assert "an address of node 0" in refused.stderr
 
 
 def test_ranks_that_do_not_fit_the_layout():

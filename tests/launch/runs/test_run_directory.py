@@ -71,7 +71,7 @@ def test_no_rank_waits_where_rank_0_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     codes, said = train(tmp_path / "file" / "runs")
     assert codes == [2, 2]
-    assert "file is not a folder. Name a folder that this user can write, by runtime.runs_dir" in said
+    assert "file is not a folder. Set runtime.runs_dir to a folder that this user can write" in said
 
 
 def test_a_rank_that_cannot_write_its_log_is_named(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     assert run.wait(120) == 0
     assert len(records(metrics)) == NUM_STEPS
     (dropped,) = [event for event in events(metrics.parent) if event["kind"] == "output_dropped"]
-    assert dropped["message"].startswith("the terminal cannot be written any more (Broken pipe)")
+    assert dropped["message"].startswith("the terminal can no longer be written (Broken pipe)")
     log = (metrics.parent / "logs" / "attempt_00" / "rank_00000.log").read_text()
     assert f"{NUM_STEPS}/{NUM_STEPS}" in log
 

@@ -115,7 +115,7 @@ def learns_real_text(trained: Finished, much_better: float) -> None:
         (trained.metrics[-1]["loss"], "training loss, last step"),
     ):
         assert f"{value:.4f}  {name}" in out
-    assert "  it writes  " in out
+    assert "  output  " in out
     assert out.splitlines()[-1].endswith("export runs/gpt_tiny gpt_tiny-hf")
 
 

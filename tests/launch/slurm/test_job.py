@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,12 +109,21 @@ def test_a_node_is_excluded_when_it_has_failed_twice(tmp_path: Path) -> None:
     assert History(tmp_path / "run").excluded == ["node2"]
 
 
+def test_a_reader_that_has_gone_is_no_error_of_a_dry_run() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "triaxis.launch.slurm.job", "script", str(TINY), "--dry-run"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"5", b'["x"]', b'[{"job": "1"}]', b"\xff", b"[" * 100_000, b'[{"nodes": 1, "blamed": []}]']
 )
 def test_a_history_that_is_damaged_is_said(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "slurm.json").write_bytes(content)
-    with pytest.raises(TriaxisError, match=r"slurm.json is damaged .* or remove it to begin counting anew"):
+    with pytest.raises(TriaxisError, match=r"slurm.json is damaged .* or remove it to start counting anew"):
         History(tmp_path)
 
 
@@ -203,7 +214,7 @@ def test_a_job_requeues_itself_and_leaves_bad_nodes_out(slurm: Path, capfd) -> N
     (slurm / "scontrol_update").touch()
     assert again(slurm, RUNNING, ["node2"])
     assert told(slurm)[1:] == ["scontrol requeue 31", "scontrol update JobId=31 ExcNodeList=bad[1-2],node2"]
-    assert "node2 failed 2 times and is excluded" in capfd.readouterr().out
+    assert "excluded after 2 failures: node2" in capfd.readouterr().out
 
 
 def test_a_job_that_slurm_requeues_is_not_requeued_twice(slurm: Path) -> None:
@@ -217,7 +228,7 @@ def test_a_cancelled_job_is_not_started_again_and_one_out_of_time_is(slurm: Path
     cancelled = RUNNING.replace("RUNNING", "COMPLETING")
     assert not again(slurm, cancelled, ["node2"])
     assert told(slurm) == ["scontrol show job --oneliner 31"]
-    assert "it was cancelled, and is not started again" in capfd.readouterr().out
+    assert "it was cancelled, so it is not started again" in capfd.readouterr().out
     assert again(slurm, cancelled.replace("RunTime=00:10:00", "RunTime=02:00:03"), [])
     assert told(slurm)[-1] == "scontrol requeue 31"
 
@@ -315,7 +326,7 @@ def test_tasks_that_outlive_a_bad_end_are_killed(slurm: Path, capfd, monkeypatch
     step = SrunStep(JOB)
     assert step.run([str(srun)], dict(os.environ)) == 137
     assert (slurm / "killed").read_text() == "--signal=KILL 31.4\n"
-    assert "tasks that have not ended" in capfd.readouterr().out
+    assert "tasks that still run" in capfd.readouterr().out
     assert judge(137, step.report, None) is Outcome.MISTAKE
 
 

@@ -232,7 +232,7 @@ def test_a_node_that_failed_twice_is_excluded_and_half_of_the_nodes_go_on(slurm:
     run.hold(attempt=0, num_steps=13, saved=12).kill()
     run.hold(attempt=1, num_steps=2).kill()
     slurm.wait_until(lambda: run.slurm.job(run.number)["ExcNodeList"] == "node2", 120.0, "the exclusion of node2")
-    assert "node2 failed 2 times and is excluded" in run.said()
+    assert "excluded after 2 failures: node2" in run.said()
     assert [attempt["blamed"] for attempt in run.history()] == [["node2"], ["node2"]]
     saved = run.history()[1]["to_step"]
     assert saved in (12, 24)
@@ -251,6 +251,6 @@ def test_a_cancelled_job_saves_and_stays_away(slurm: Cluster, tmp_path: Path) ->
     run.hold(attempt=0, num_steps=3)
     slurm.command("scancel", run.number)
     run.wait_for("CANCELLED")
-    slurm.wait_until(lambda: "it was cancelled, and is not started again" in run.said(), 30.0, "its last words")
+    slurm.wait_until(lambda: "it was cancelled, so it is not started again" in run.said(), 30.0, "its last words")
     assert run.history()[0]["outcome"] == "preempted"
     assert run.history()[0]["to_step"] > 0, "what was trained is saved all the same"

@@ -153,7 +153,7 @@ def test_nothing_is_installed_where_it_may_not_be(checkout, variables, reason):
 def test_a_word_that_is_no_extra_is_refused(checkout, word):
     exit_code, out, err = finish(start(checkout, word))
     assert (exit_code, out) == (2, "")
-    assert err.startswith(f"triaxis: {word}: pyproject.toml has no such extra") and "Give one of dev, or none." in err
+    assert err.startswith(f"triaxis: pyproject.toml has no extra {word}, so") and "Give one of dev, or none." in err
     assert "Traceback" not in err and not checkout.venv.exists()
 
 

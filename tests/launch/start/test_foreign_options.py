@@ -74,7 +74,7 @@ def test_a_script_is_named_as_it_was_typed(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv(SCRIPT, "launch/pretrain_gpt.sh")
     monkeypatch.setenv("DP", "1")
     err = answered(capsys, "--pp", "4")
-    assert "1. --pp 4: no option; write parallel.pp=4:\n" in err
+    assert "1. --pp 4 is not an option here; use parallel.pp=4:\n" in err
     # What was said in the environment is said again.
     assert "\n       DP=1 bash launch/pretrain_gpt.sh parallel.pp=4 parallel.vpp=1\n" in err
     assert "\n     With parallel.vpp=1: model.num_layers = 4 must be at least pp x vpp" in err
@@ -84,11 +84,11 @@ def test_a_script_is_named_as_it_was_typed(capsys: pytest.CaptureFixture[str], m
 
 def test_what_has_no_single_word_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     err = answered(capsys, "--num-layers-per-virtual-pipeline-stage", "2", "--bf16", "--tp", "2", "--nosuch", "3")
-    assert "1. --bf16, --tp 2: no option; write precision.dtype=bf16 parallel.tp=2.\n" in err
-    assert "here it is parallel.vpp (a number of chunks, not of layers)." in err
-    assert "there is no option --nosuch; an override reads" in err
+    assert "1. --bf16, --tp 2 are not options here; use precision.dtype=bf16 parallel.tp=2.\n" in err
+    assert "is not an option here; use parallel.vpp (a number of chunks, not of layers)." in err
+    assert "unknown option --nosuch; an override reads" in err
     # Two of them are Megatron-LM's, so there may be a script.
-    assert err.rstrip().endswith("or of its script: `triaxis new --help`")
+    assert err.rstrip().endswith("a whole Megatron-LM command line or script to a config.")
     assert "\n     triaxis" not in err and "bash" not in err, "nothing to paste works"
     assert "Write telemetry.wandb.project=NAME" in answered(capsys, "--wandb")
     assert "Nearest legal: parallel.tp = 2 or 4." in answered(capsys, "--tp", "3", TINY)
@@ -108,7 +108,7 @@ def test_a_whole_line_of_megatron_becomes_a_config(
     assert main(shlex.split(second)[1:]) == 0
     # What that command would refuse is told at once.
     err = answered(capsys, *MEGATRON.replace("--bf16", "--use-mup").split())
-    assert "asks for the following" in err and "muP is a recipe of fields" in err
+    assert "will report the following" in err and "muP is a recipe of fields" in err
 
 
 def test_values_of_others_are_values_of_ours() -> None:

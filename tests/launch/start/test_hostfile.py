@@ -61,7 +61,7 @@ def test_hosts_are_read(tmp_path: Path) -> None:
         (f"node0 slots={'9' * 5000}\n", "is not `host slots=8`"),
         ("node0 slots=8\nnode1 slots=4\n", "slots differ (node0: 8, node1: 4)"),
         ("node0 slots=8\nnode0 slots=8\n", "a host is listed twice"),
-        ("localhost slots=8\nnode1 slots=8\n", "every host's own name for itself"),
+        ("localhost slots=8\nnode1 slots=8\n", "on every host localhost means that host itself"),
     ],
 )
 def test_hosts_that_do_not_fit_together(text: str, words: str, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_ssh_asks_for_no_password() -> None:
 def test_an_ssh_that_cannot_be_started_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TopologyError, match="Balance its quotes"):
         ssh_words(Host("node0", 8), {"TRIAXIS_SSH": "ssh 'x"})
-    with pytest.raises(TopologyError, match="nosuchssh is no program on PATH"):
+    with pytest.raises(TopologyError, match="no program nosuchssh is on PATH"):
         SshLaunch([Host("node0", 8)], ["true"], {"TRIAXIS_SSH": "nosuchssh -p 2"}).run()
     monkeypatch.setenv("HOSTFILE", "~nobody_of_this_name/hosts")
     with pytest.raises(TopologyError, match="no such user"):

@@ -42,7 +42,7 @@ def test_an_operators_variables_are_taken_under_our_names() -> None:
         ({"NODE_RANK": "1", "MASTER_ADDR": "a"}, "NODE_RANK=1 without NNODES"),
         ({"PET_NODE_RANK": "1"}, "NODE_RANK=1 without NNODES"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4: a run here has a fixed number"),
-        ({"PET_NNODES": "2", "NNODES": "4"}, "NNODES=4 and PET_NNODES=2: which is meant"),
+        ({"PET_NNODES": "2", "NNODES": "4"}, "NNODES=4 and PET_NNODES=2 contradict each other"),
     ],
 )
 def test_what_would_train_several_times_is_refused(variables: dict[str, str], message: str) -> None:

@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_written_starts_no_ranks(
         words = ["data.synthetic=true", f"runtime.runs_dir={runs_dir}"]
         words += ["checkpoint.interval=5", f"checkpoint.dir={tmp_path / 'file' / 'saved'}"]
         assert cli.main(["train", str(TINY), *words, *flags]) == 2
-        assert f"file is not a folder. Name a folder that this user can write, by {field}" in capsys.readouterr().err
+        assert f"file is not a folder. Set {field} to a folder that this user can write" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

@@ -56,7 +56,7 @@ def test_what_the_user_set_is_kept(scontrol):
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
 def test_loopback_across_nodes_is_refused(address):
-    with pytest.raises(TopologyError, match="is this node to every node"):
+    with pytest.raises(TopologyError, match="means a different machine on every node"):
         rank_variables(STEP | {"MASTER_ADDR": address})
 
 

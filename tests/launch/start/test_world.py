@@ -42,11 +42,11 @@ def test_a_layout_that_was_asked_for_is_never_changed():
 
 @pytest.mark.parametrize("dp", ["2", "null"])
 def test_too_few_gpus_says_what_to_type(dp):
-    with pytest.raises(TopologyError, match="never changed") as error:
+    with pytest.raises(TopologyError, match="never changes a layout") as error:
         decide(config(f"parallel.dp={dp}"), Gpus(3), {})
     assert "this node shows 3" in str(error.value)
     offered = "parallel.tp=1 parallel.pp=1 parallel.vpp=1 parallel.dp=2"  # 3 would not divide the batch
-    assert f"Give the same command one of these:\n  {offered}   in place of its layout" in str(error.value)
+    assert f"Add one of these to the same command:\n  {offered}   in place of its layout" in str(error.value)
     assert decide(config(*offered.split()), Gpus(3), {}).size == 2
     assert decide(config(f"parallel.dp={dp}", "runtime.device=cpu"), Gpus(3), {}).device == "cpu"
 
@@ -61,7 +61,7 @@ def test_too_few_gpus_for_experts_keep_what_can_be_kept_of_ep():
         "parallel.tp=1",
         "parallel.pp=1",
     )
-    with pytest.raises(TopologyError, match="never changed") as error:
+    with pytest.raises(TopologyError, match="never changes a layout") as error:
         decide(config(*words, "parallel.vpp=1"), Gpus(2), {})
     sizes = "parallel.tp=1 parallel.pp=1 parallel.vpp=1 parallel.dp=2 parallel.ep=2 parallel.etp=1"
     assert f"\n  {sizes}   in place of" in str(error.value)
@@ -80,7 +80,7 @@ def test_what_is_no_number_is_refused(name, text):
 
 
 def test_nodes_that_would_differ_are_refused():
-    with pytest.raises(TopologyError, match="do not divide over NNODES=3"):
+    with pytest.raises(TopologyError, match="cannot be divided evenly over NNODES=3"):
         decide(config("parallel.dp=2"), Gpus(0), {"NNODES": "3"})
 
 

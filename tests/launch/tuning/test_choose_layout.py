@@ -102,7 +102,7 @@ def test_a_layout_is_legal_and_fits_and_is_the_smallest_that_does(data: st.DataO
     try:
         chosen = choose_layout(config, machine)
     except ConfigError as error:
-        assert "memory = " in str(error) and "are lacking" in str(error)
+        assert "memory = " in str(error) and "It lacks" in str(error)
         assert not any(lightest(trial, machine) for trials in by_size.values() for trial in trials)
         return
     final, sizes = chosen.config, chosen.sizes

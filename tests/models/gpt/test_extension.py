@@ -153,6 +153,6 @@ def test_weights_that_divide_no_loss_are_refused(weights: torch.Tensor) -> None:
         device="cpu",
         weigh=lambda tokens, labels, counted: weights,
     )
-    with pytest.raises(DataError, match="the weights of the extension's loss"):
+    with pytest.raises(DataError, match="the extension's loss weights"):
         batches.next_step()
     batches.close()

@@ -50,7 +50,8 @@ def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
         plain["kv_channels"] = 2
     if vocab_size is None and args["vocab_size"] is None:
         parsed.problems.append(
-            "--vocab-size is missing: rows of the embedding are the tokenizer's tokens. Give their number, also behind the quotes."
+            "--vocab-size is missing: the embedding has a row for each of the tokenizer's tokens. Give their number, inside or "
+            "after the quotes."
         )
         vocab_size = 1
     try:

@@ -119,7 +119,7 @@ def test_no_old_index_ever_describes_a_new_bin(
 
 @pytest.mark.parametrize("token", [-1, 65536])
 def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
-    with pytest.raises(DataError, match="wrap round"), IndexedWriter(tmp_path / "x", "uint16") as writer:
+    with pytest.raises(DataError, match="wrap around"), IndexedWriter(tmp_path / "x", "uint16") as writer:
         writer.add_document([1, token])
 
 
@@ -131,7 +131,7 @@ def test_floats_are_no_tokens(tmp_path: Path) -> None:
 def test_a_path_that_means_a_corpus_is_told_its_prefix(write_corpus: Callable[..., str], tmp_path: Path) -> None:
     prefix = write_corpus([np.arange(3)], "corpus")
     for name in (f"{prefix}.bin", f"{prefix}.idx", f"{prefix}/", str(tmp_path)):
-        with pytest.raises(DataError, match=rf"^{name} is no path of a corpus.*: give {prefix}$"):
+        with pytest.raises(DataError, match=rf"^{name} is not a corpus path.*: give {prefix}$"):
             IndexedTokens(name)
     with pytest.raises(DataError, match="Prepare one"):
         IndexedTokens(f"{prefix}2.bin")

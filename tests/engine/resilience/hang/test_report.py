@@ -120,7 +120,7 @@ def test_where_only_devices_wait_the_rank_behind_is_named() -> None:
     where = scene(tp=1, pp=1, dp=4)
     statuses = [RankStatus(rank, beat(rank, "optimizer"), True, 300.0) for rank in range(4)]
     headline, _, culprits = report(where, statuses)
-    assert culprits == [] and "the devices do not come to an end" in headline
+    assert culprits == [] and "the devices do not finish" in headline
     statuses[1] = RankStatus(1, beat(1, "data"), True, 300.0)
     headline, lines, culprits = report(where, statuses)
     assert culprits == [1]

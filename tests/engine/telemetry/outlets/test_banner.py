@@ -89,7 +89,7 @@ def test_the_banner_of_a_later_attempt_says_what_has_changed(
     for each in later:
         each.rank_log(0).parent.mkdir(parents=True)
     title, *said = show(config, later[0]).getvalue().strip().splitlines()
-    assert title.endswith(", attempt 2, as before but for")
+    assert title.endswith(", attempt 2, as before except for")
     assert all("attempt_01" in line or "results" in line for line in said), "its logs are in another folder"
     parameters = parameters_by_module(config.model)
     other = Start(
@@ -135,14 +135,16 @@ def test_the_banner_describes_documents(make_config: Callable[..., Config], run:
         config.recompute,
     )
     said = start_rows(config, run, replace(plain, documents=unequal))
-    assert said["documents"] == "within, 1.5 per sample, attention FLOPs 75% of across (the first 2 samples)"
+    assert (
+        said["documents"] == "attention within, 1.5 per sample: 75% of the attention FLOPs across (the first 2 samples)"
+    )
     assert "computes" in said["imbalance"] and "more than the mean" in said["imbalance"]
     said = start_rows(config, run, replace(plain, unbroken=["data/web"]))
     assert said["documents"].startswith("data/web: documents are longer than 100 samples on average")
     assert "imbalance" not in said and "validation" not in said
     said = start_rows(config, run, replace(plain, read_again=[ReadAgain("data/web", 8000, 21)]))
     assert said["validation"].startswith(
-        "asks data/web for 8,000 samples, and its part holds 21: each is read up to 381 times"
+        "asks data/web for 8,000 samples, but its part holds 21: each is read up to 381 times"
     )
 
 
@@ -167,7 +169,7 @@ def test_the_banner_describes_imbalance_over_cp(make_config: Callable[..., Confi
     said = start_rows(config, run, replace(start, documents=documents))["imbalance"]
     cost = cost_of_cp_imbalance(config.model, documents, most)
     assert (
-        f"over cp the rank with most attention work of a microbatch has {most - 1:.1%} more than the mean: {cost:.2%} of"
+        f"the most attention work in a microbatch has {most - 1:.1%} more than the mean; the others wait for {cost:.2%} of"
         in said
     )
     whole = with_value(config, "parallel.cp", 1)
@@ -217,7 +219,7 @@ def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Conf
     )
     lost = replace(start, counted={**start.counted, "mlp": start.counted["mlp"] // 2})
     said = start_rows(config, run, lost)["parameters"]
-    assert "not what was asked for" in said and f"mlp: {lost.counted['mlp']:,} counted" in said
+    assert "not the configured one" in said and f"mlp: {lost.counted['mlp']:,} counted" in said
 
 
 def test_the_summary_has_the_losses_the_text_and_the_place(run: RunDirectory) -> None:
@@ -247,7 +249,7 @@ def _end_without_text_and_checkpoint(run: RunDirectory) -> dict[str, str]:
     [
         ({}, "the last step and a stop, in {run}/checkpoints/"),
         ({"interval": 1000, "dir": "/disk/demo"}, "every 1,000 steps, the last step and a stop, in /disk/demo/"),
-        ({"interval": "never"}, "nothing (checkpoint.interval=never): the weights end with the run"),
+        ({"interval": "never"}, "nothing (checkpoint.interval=never): the weights are lost when the run ends"),
     ],
 )
 def test_the_banner_says_what_is_saved_and_where(

@@ -131,7 +131,8 @@ def test_a_sink_that_has_failed_is_opened_again_and_its_missing_steps_are_counte
     ]
     said = screen.getvalue()
     assert (
-        said.count("memory cannot be written (No space left on device): training goes on, and it is tried again") == 2
+        said.count("memory cannot be written (No space left on device): training goes on, and writing is tried again")
+        == 2
     )
     assert "memory is written again; at least 90 steps are missing" in said
     assert "memory: at least 10 steps are missing: No space left on device" in said
@@ -222,7 +223,7 @@ def test_a_terminal_that_was_dropped_is_one_event(make_metrics: MakeMetrics, tmp
     telemetry.close()
     (dropped, ended) = read(tmp_path / "events.jsonl")
     assert (dropped["kind"], dropped["output"], ended["kind"]) == ("output_dropped", "terminal", "attempt_ended")
-    assert dropped["message"] == "the terminal cannot be written any more (Broken pipe): the run goes on without it"
+    assert dropped["message"] == "the terminal can no longer be written (Broken pipe): the run goes on without it"
 
 
 def test_a_sink_that_cannot_be_opened_does_not_stop_the_start(

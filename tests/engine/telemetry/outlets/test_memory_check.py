@@ -54,8 +54,8 @@ def test_the_log_has_one_line_and_one_event(make_config: Callable[..., Config], 
         observer.end_step()
         observer.on_step(step, StepResult(loss=3.0, grad_norm=0.5, num_tokens=100), lr=0.1)
     (line,) = [line for line in screen.getvalue().splitlines() if line.startswith("memory")]
-    assert "rank 0 (pp 0) has held 48.0 GB of tensors at most, 50.0 GB predicted" in line
-    assert "reserved 52.0 GB; outside of it 8.0 GB" in line and "1.0 GB predicted for communicators" in line
+    assert "rank 0 (pp 0) has held at most 48.0 GB of tensors (50.0 GB predicted)" in line
+    assert "reserved 52.0 GB; outside it, 8.0 GB" in line and "1.0 GB predicted for communicators" in line
     (event,) = map(json.loads, path.read_text().splitlines())
     assert event["kind"] == "memory" and event["step"] == AFTER_STEPS and event["rank"] == 0
     assert event["predicted_tensors"] == 50 * GB and event["message"] == line

@@ -82,7 +82,7 @@ with rank_log(path, show=show) as streams:
     assert os.read(reading, 100) == b"first\n"
     os.close(reading)
     assert end(rank) == ["('terminal', 'dropped', 'Broken pipe', 0)"]
-    dropped = "[the terminal cannot be written any more (Broken pipe); the run goes on]"
+    dropped = "[the terminal can no longer be written (Broken pipe); the run goes on]"
     lines = without_times(log.read_text()).splitlines()
     assert lines.count(dropped) == 1
     lines.remove(dropped)

@@ -369,7 +369,7 @@ def test_an_id_that_would_leave_the_folder_is_refused(
     make_config: MakeConfig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, bare_wandb: None
 ) -> None:
     run.wandb_id.write_text("../../elsewhere")
-    with pytest.raises(TriaxisError, match="no id of a run"):
+    with pytest.raises(TriaxisError, match="not a run's id"):
         open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
 
 

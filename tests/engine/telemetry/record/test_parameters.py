@@ -204,7 +204,7 @@ def test_a_difference_is_named_by_module() -> None:
 
     counted["mlp"] -= 80
     total, *wrong = comparison(counted, listed, config)
-    assert "not what was asked for" in total
+    assert "not the configured one" in total
     assert wrong == [f"mlp: {counted['mlp']:,} counted, {counted['mlp'] + 80:,} listed"]
 
 

@@ -95,7 +95,7 @@ def test_the_latest_attempt_counts_and_a_rank_that_wrote_nothing_is_named(tmp_pa
     write_row(tmp_path, 2, world_size=4, attempt=1)
     merged = merge(tmp_path)
     assert merged.num_ranks == 1 and merged.missing == (0, 1, 3)
-    assert str(merged).endswith("; ranks 0, 1, 3 wrote none")
+    assert str(merged).endswith("; missing ranks: 0, 1, 3")
 
 
 def test_entries_that_no_rank_wrote_are_passed_over_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -105,13 +105,13 @@ def test_entries_that_no_rank_wrote_are_passed_over_and_a_pipe_is_not_waited_for
     (tmp_path / "timeline" / "attempt_100" / "rank_old.json").write_text("{}")
     assert merge(tmp_path).num_ranks == 1
     os.mkfifo(tmp_path / "timeline" / "attempt_100" / "rank_00001.json")
-    with pytest.raises(TriaxisError, match=r"rank_00001\.json is no timeline of a rank .*it is a FIFO"):
+    with pytest.raises(TriaxisError, match=r"rank_00001\.json is not a rank's timeline .*it is a FIFO"):
         merge(tmp_path)
 
 
 def test_the_command_says_where_it_is_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path), "--timeline"]) != 0
-    assert "holds no timeline of a rank" in capsys.readouterr().err
+    assert "holds no rank's timeline" in capsys.readouterr().err
     write_row(tmp_path, 0, world_size=1)
     assert cli.main(["report", str(tmp_path), "--timeline"]) == 0
     assert str(tmp_path / "timeline.json") in capsys.readouterr().out
@@ -121,6 +121,6 @@ def test_the_command_says_where_it_is_or_why_not(tmp_path: Path, capsys: pytest.
 def test_what_is_no_timeline_is_refused_by_name(tmp_path: Path, content: str) -> None:
     write_row(tmp_path, 0)
     (tmp_path / "timeline" / "attempt_00" / "rank_00001.json").write_text(content)
-    with pytest.raises(TriaxisError, match=r"rank_00001\.json is no timeline of a rank"):
+    with pytest.raises(TriaxisError, match=r"rank_00001\.json is not a rank's timeline"):
         merge(tmp_path)
     assert not (tmp_path / "timeline.json").exists()

@@ -40,7 +40,7 @@ def test_closed_streams_stay_closed_and_nothing_takes_their_place(tmp_path: Path
 @pytest.mark.parametrize("words", [["config", "check", "\udcff.yaml"], ["config", "check", TINY, "a=\udcff"]])
 def test_an_argument_that_is_no_utf8_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    assert "xff" in (error := capsys.readouterr().err) and "is no UTF-8" in error
+    assert "xff" in (error := capsys.readouterr().err) and "is not UTF-8" in error
 
 
 def test_a_variable_that_is_no_utf8_is_refused(

@@ -157,7 +157,7 @@ def test_what_would_be_another_model_is_refused(name: str, change: dict[str, Any
         (
             "deepseek_v2",
             ModelConfig.model_validate({**EXPERTS, "layers": ["moe", "dense"]}),
-            "layer 1 without experts behind layers with some",
+            "layer 1 without experts comes after layers with experts",
         ),
         (
             "mixtral",

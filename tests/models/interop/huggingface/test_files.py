@@ -46,7 +46,7 @@ def test_every_tensor_starts_at_a_multiple_of_its_element_size(tmp_path: Path) -
 
 def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
-    with pytest.raises(CheckpointError, match="could not be made: full"), whole_folder(out) as partial:
+    with pytest.raises(CheckpointError, match="could not be written: full"), whole_folder(out) as partial:
         (partial / "half").write_text("x")
         raise OSError("full")
     assert not out.exists() and not list(out.parent.iterdir())

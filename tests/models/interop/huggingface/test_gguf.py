@@ -146,7 +146,7 @@ def test_another_architecture_and_damage_are_named(tmp_path: Path) -> None:
     whole = (tmp_path / "other.gguf").read_bytes()
     for size in (3, 100, len(whole) // 2):
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="is no whole GGUF file"):
+        with pytest.raises(CheckpointError, match="is not a complete GGUF file"):
             open_folder(path)
     with pytest.raises(
         CheckpointError, match=r"has its weights as GGUF: give the path of one file, such as .*other\.gguf"

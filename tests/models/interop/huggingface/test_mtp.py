@@ -28,7 +28,7 @@ from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.checkpoint.shards import restore
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.data.loader import MicroBatch
-from triaxis.engine.errors import CheckpointError, ConfigError
+from triaxis.engine.errors import CheckpointError, ConfigError, counted
 from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
 from triaxis.models.interop.huggingface.weights import open_folder
 from triaxis.models.specs import num_parameters
@@ -196,7 +196,9 @@ def test_layers_that_config_json_does_not_name_are_left_out_and_counted(
     change_config(tmp_path, num_nextn_predict_layers=named)
     found = open_folder(tmp_path)
     count = sum(name.startswith("model.layers.4.") for name in found.files.tensors) * left_out
-    assert found.notes == (f"{count} tensors of layers behind the last, which predict further tokens, were left out",)
+    assert found.notes == (
+        f"layers behind the last, which predict further tokens, were left out ({counted(count, 'tensor')})",
+    )
     assert found.model.num_mtp_layers == (named or 0)
     assert len({name for exchange in found.exchanges for name in exchange.theirs if "layers.4." in name}) == 0
 
@@ -206,7 +208,7 @@ def test_families_without_such_layers_leave_them_out_or_refuse_them(tmp_path: Pa
     change_config(tmp_path / "second", num_nextn_predict_layers=1)
     rewrite(tmp_path / "second", model__layers__3__enorm__weight=torch.ones(2))
     found = open_folder(tmp_path / "second")
-    assert found.notes == ("1 tensors of layers behind the last, which predict further tokens, were left out",)
+    assert found.notes == ("layers behind the last, which predict further tokens, were left out (1 tensor)",)
     assert found.model.mtp is None
     random_model("qwen3_moe").save_pretrained(tmp_path / "other")
     rewrite(tmp_path / "other", model__layers__3__enorm__weight=torch.ones(2))

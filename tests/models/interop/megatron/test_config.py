@@ -89,7 +89,7 @@ def test_layers_of_tokens_ahead_behind_layers_that_differ_are_not_exported() -> 
     alike = ModelConfig.model_validate(fields | {"window": 4})
     assert megatron_args(alike)["window_attn_skip_freq"] is None
     differing = {"layers": ["near", "far"], "layer_kinds": {"near": {"window": 4}, "far": {}}}
-    with pytest.raises(ConfigError, match=r"model\.mtp behind layers that differ: Megatron-LM's lists"):
+    with pytest.raises(ConfigError, match=r"model\.mtp with layers that differ: Megatron-LM's lists"):
         megatron_args(ModelConfig.model_validate(fields | differing))
 
 

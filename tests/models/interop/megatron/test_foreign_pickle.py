@@ -185,7 +185,7 @@ def test_damage_is_an_error_and_not_a_traceback(checkpoint):
     data = checkpoint / "__0_0.distcp"
     whole = data.read_bytes()
     data.write_bytes(bytes(len(whole)))
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp .*a.weight.* is no archive"):
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp .*a.weight.* is not a torch.save archive"):
         open_checkpoint(checkpoint).read("a.weight")
     data.write_bytes(whole[:200])
     with pytest.raises(CheckpointError, match=r"__0_0.distcp has 200 bytes, and chunks of a.weight .* reach beyond"):
