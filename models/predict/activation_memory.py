@@ -1,30 +1,31 @@
 """Memory that a microbatch keeps on a rank between forward and backward, counted from the configuration alone.
 
-The formula of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4,
-term by term, with what these kernels keep. In the paper's block (16 bits per element, 1 byte per dropout mask, MLP width 4 h,
-heads x head size = h) the terms add up to its equations, in bytes per token (s b / c of them; a heads, t tensor-parallel ranks):
+The formula follows section 4 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
+(2205.05198), term by term, with what these kernels keep. The paper's block has 16 bits per element, 1 byte per dropout mask, MLP
+width 4 h, and heads x head size = h. There the terms add up to its equations, in bytes per token (s b / c tokens, a heads,
+t tensor-parallel ranks):
 
     one rank (equation 1)                34 h + 5 a s
     tensor parallel (equation 2)         (10 + 24/t) h + 5 a s / t
     and sequence parallel (equation 4)   (34 h + 5 a s) / t
 
-Kept here otherwise than there:
+Differences from the paper:
 
     dropout            the mask as a factor in the run's dtype, w h instead of h; nothing where p is 0
     fused attention    no scores (5 a s is gone), but the logarithm of each row's sum
     "explicit"         softmax in the accumulation dtype; the causal mask, one for all heads and samples
     RMSNorm            its input and one number per token
-    recomputation      selective: what `models/predict/recompute_choice.py` lists is gone; full: the input of each group of layers
-    gathered inputs    of column-parallel layers, kept whole (`recompute.gathered_inputs`): w h instead of w h / t
-    gathered k and v   of all cp ranks, kept whole (`recompute.gathered_kv`)
+    recomputation      selective: without the parts in `models/predict/recompute_choice.py`; full: each layer group's input
+    gathered inputs    column-parallel layers keep them whole (`recompute.gathered_inputs`): w h instead of w h / t
+    gathered k and v   all cp ranks' keys and values, kept whole (`recompute.gathered_kv`)
     ulysses            q, k and v a second time, for some heads and all tokens, and attention's output once more
     FP8                inputs of products in 1 byte per element (`models/predict/fp8_terms.py`)
-    head_tokens        no logits; those of some tokens while the head is at work
-    experts            `models/predict/experts/memory.py`, given the load of the rank's experts
-    tokens ahead       `models/predict/mtp_terms.py`, and the tensors of embedding and head once more for each
-    offload            of the first layers of a chunk only small tensors, or those that are held elsewhere
+    head_tokens        no logits; while the head runs, some tokens' logits
+    experts            `models/predict/experts/memory.py`, given the rank's expert load
+    MTP layers         `models/predict/mtp_terms.py`, and the embedding's and head's tensors once more for each
+    offload            a chunk's first layers keep only small tensors, or tensors that are held elsewhere
 
-A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
+A term is one tensor and one storage: offloading selects tensors by their bytes.
 """
 
 from collections import Counter
@@ -56,7 +57,7 @@ LOSS_MASK = "mask"
 
 
 def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
-    """List the tensors that embedding, rotation and head of a stage keep (2205.05198, section 4.3); those of tokens ahead too."""
+    """List the tensors that a stage's embedding, rotation and head keep (2205.05198, section 4.3), MTP layers' included."""
     at = Sizes.of(config, sizes)
     terms = _before_layers(config, at, stage)
     if stage.has_head:
@@ -67,7 +68,7 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
 
 
 def _before_layers(config: Config, at: Sizes, stage: StageContents) -> list[Term]:
-    """List the tensors of embedding and rotation."""
+    """List the embedding's and rotation's tensors."""
     terms = embedding_terms(config, at) if stage.has_embedding else []
     if stage.has_embedding and config.model.position_kind.has_table:
         terms.append(Term("embedding", "positions", Fraction(0), INDEX_BYTES * at.shard))
@@ -75,9 +76,9 @@ def _before_layers(config: Config, at: Sizes, stage: StageContents) -> list[Term
 
 
 def head_terms(config: Config, sizes: ParallelSizes, at: Sizes) -> list[Term]:
-    """List the tensors of a norm, the head and the losses."""
+    """List the tensors that a final norm, the head and the losses keep."""
     columns = Fraction(config.model.padded_vocab_size, sizes.tp)
-    # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
+    # The paper keeps 32-bit logits; this engine keeps them in the run's dtype and recomputes the softmax.
     logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
     return [
         *norm_terms(config, at, "final_norm"),
@@ -95,11 +96,11 @@ def kept_bytes(
     groups: "Sequence[LayerGroup] | None" = None,
     load: Fraction = BALANCED,
 ) -> int:
-    """Return the bytes that one microbatch keeps on one stage's device for its backward.
+    """Count the bytes that one microbatch keeps on one stage's device for its backward.
 
     Args:
-        groups: the stage's `layer_groups`, of a caller that has them.
-        load: of the rank's experts.
+        groups: the stage's `layer_groups`; None: computed here.
+        load: load of the rank's experts.
     """
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     return _bytes(config, end_terms(config, sizes, stage)) + sum(group.kept for group in groups)
@@ -112,7 +113,7 @@ def moved_bytes(
     groups: "Sequence[LayerGroup] | None" = None,
     load: Fraction = BALANCED,
 ) -> int:
-    """Return the bytes that one microbatch keeps in host memory for its backward; `groups` as above."""
+    """Count the bytes that one microbatch keeps in host memory for its backward; arguments as for `kept_bytes`."""
     return sum(group.moved for group in (layer_groups(config, sizes, stage, load) if groups is None else groups))
 
 
@@ -123,9 +124,9 @@ def forward_bytes(
     groups: "Sequence[LayerGroup] | None" = None,
     load: Fraction = BALANCED,
 ) -> int:
-    """Return the most bytes that one microbatch keeps on one stage's device while its forward runs; `groups` as above.
+    """Count the peak bytes that one microbatch keeps on one stage's device during its forward; arguments as for `kept_bytes`.
 
-    What a layer moves to the host stays until the layer above it is done, or the chunk.
+    A tensor that a layer moves to the host stays on the device until the layer above it, or the chunk, is done.
     """
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     at, num_own = Sizes.of(config, sizes), len(groups) - stage.num_mtp
@@ -135,7 +136,7 @@ def forward_bytes(
     below = _NOTHING
     for place, group in enumerate(groups):
         if place >= num_own:
-            # Before a token ahead is another head, and its embedding.
+            # Another head and an embedding come before an MTP layer.
             kept += head
             most = max(most, kept + below.moved + logits)
             kept += _bytes(config, embedding_terms(config, at))
@@ -146,16 +147,16 @@ def forward_bytes(
 
 
 def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
-    """List what the weight gradients of a layer wait with, from an `I` to its `W`: the inputs of its GEMMs, and their gradients.
+    """List the tensors that a layer holds from an `I` to its `W` for deferred weight gradients: GEMM inputs, output gradients.
 
-    With sequence parallelism an input of a column-parallel layer and a gradient of a row-parallel one are shards.
+    With sequence parallelism, column-parallel inputs and row-parallel gradients are shards.
     """
     at, model = Sizes.of(config, sizes), config.model
     nothing = Fraction(0)
     shard = at.w * at.h * at.shard
     entered = Fraction(at.w * at.h) if config.recompute.gathered_inputs == "keep" else shard
     columns = at.w * model.activation_kind.num_inputs * at.f
-    # Branches of a parallel block read one tensor, and have one gradient, unless something of their own is between.
+    # A parallel block's branches share one input and one gradient, unless a branch has its own operator in between.
     is_one_input = model.parallel_block and not model.norms_before and entered == shard
     is_scaled = model.residual_multiplier != 1.0
     is_one_gradient = model.parallel_block and not (model.hidden_dropout or model.norms_after or is_scaled)
@@ -188,7 +189,7 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
 
 
 def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED) -> int:
-    """Return the bytes that the weight gradients of one microbatch wait with on one stage; 0 where they do not wait."""
+    """Count the bytes that one microbatch holds on one stage for deferred weight gradients; 0 if none are deferred."""
     if not config.schedule.defers_weight_gradients:
         return 0
     sorts = {layer: layer_sort(config, layer) for layer in stage.layers}
@@ -200,10 +201,10 @@ def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, l
 
 
 def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *, is_last_use: bool) -> tuple[int, int]:
-    """Return (the bytes that a layer's weight gradients wait with, how far its backward is above what it kept at most).
+    """Count (bytes that a layer holds for deferred weight gradients, its backward's peak above what the layer kept).
 
-    From the last GEMM to the first, operands that wait are added, and what the layer kept between two GEMMs is gone. An input
-    waits in the place of the kept one, unless it was made again. The table of rotation is gone with its `is_last_use` in a stage.
+    From the last GEMM to the first, held operands are added, and what the layer kept between two GEMMs is freed. A held input
+    takes the place of the kept one, unless it was recomputed. A rotation table is freed at its last use in a stage (`is_last_use`).
     """
     kept, waiting = block_terms(config, sizes, layer, load), deferred_terms(config, sizes, layer, load)
     has_input = {term.module for term in kept if term.tensor == "input" and term.ours}
@@ -226,7 +227,7 @@ def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *
 
 
 def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int], load: Fraction) -> list[tuple[int, int]]:
-    """Return `_waiting` of each layer of a stage; layers of a sort share it, and layers below may share a table of rotation."""
+    """List `_waiting` for each layer in a stage. Layers of one sort share it; layers below may still need a rotation table."""
     known, found = dict[tuple[object, bool], tuple[int, int]](), []
     seen: set[Rotary | None] = set()
     for layer in layers:
@@ -246,20 +247,20 @@ def backward_bytes(
     groups: "Sequence[LayerGroup] | None" = None,
     load: Fraction = BALANCED,
 ) -> int:
-    """Return the most bytes that one microbatch keeps on one stage while its backward runs; `groups` as above.
+    """Count the peak bytes that one microbatch keeps on one stage during its backward; arguments as for `kept_bytes`.
 
     Recomputation is included.
 
-    The backward goes from the head to the embedding and frees what it has used. When a layer's begins, what it has moved to the
-    host has come back, and what the layer below has moved is on its way.
+    The backward goes from the head to the embedding and frees what it has used. When a layer's backward begins, its offloaded
+    tensors have returned from the host, and those of the layer below are on their way.
     """
     at = Sizes.of(config, sizes)
-    # The mask is the batch's own.
+    # The loss mask belongs to the batch.
     of_head = [term for term in head_terms(config, sizes, at) if term.tensor != LOSS_MASK] if stage.has_head else []
     head, logits = _bytes(config, of_head), _logits_at_a_time(config, sizes, stage)
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     kept = kept_bytes(config, sizes, stage, groups)
-    # With deferred weight gradients each group is a layer.
+    # With deferred weight gradients each group is one layer.
     layers: list[tuple[int, int]] = []
     if config.schedule.defers_weight_gradients:
         layers = _all_waiting(config, sizes, stage.layers, load)
@@ -273,7 +274,7 @@ def backward_bytes(
         most = max(most, kept + coming + above, kept - group.kept + group.whole + below.moved)
         kept += deferred - group.kept
         if index >= num_own:
-            # Behind the layer of a token ahead come its embedding, and the head of the token before.
+            # After an MTP layer's backward come its embedding and the previous token's head.
             kept -= _bytes(config, embedding_terms(config, at))
             most = max(most, kept + below.moved + logits)
             kept -= head
@@ -282,7 +283,13 @@ def backward_bytes(
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Bytes of layers that are kept or recomputed together: between forward and backward, in the backward, and on the host."""
+    """Bytes that a group of layers takes; the layers are kept or recomputed together.
+
+    Attributes:
+        kept: device bytes between forward and backward.
+        whole: device bytes in the backward.
+        moved: bytes on the host.
+    """
 
     kept: int
     whole: int
@@ -295,13 +302,17 @@ _NOTHING = LayerGroup(0, 0)
 def layer_groups(
     config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED
 ) -> list[LayerGroup]:
-    """List the layers of a stage in order, as `GPTChunk` groups them; `load`: of the rank's experts."""
+    """List a stage's layers in order, as `GPTChunk` groups them.
+
+    Args:
+        load: load of the rank's experts.
+    """
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     num_own = stage.num_own
     assert recompute.granularity != "auto", "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     sorts = [layer_sort(config, layer) for layer in stage.layers]
     kinds = [sort.kind for sort in sorts]
-    # What a layer keeps if nothing of it is recomputed, and so while its backward runs after it was recomputed whole.
+    # Terms that a layer keeps if nothing is recomputed. After a full recomputation its backward holds them too.
     plain = {sort: all_terms(config, sizes, sort, load) for sort in set(sorts)}
     entry = Term("attention_norm", "input", Fraction(0), at.w * at.h * at.shard)
     again = recompute.granularity == "full"
@@ -310,12 +321,12 @@ def layer_groups(
         num_again = num_layers if recompute.method == "uniform" else min(num_layers, recompute.num_layers)
     size = recompute.num_layers if recompute.method == "uniform" else 1
     groups = []
-    # Layers of tokens ahead are recomputed one by one.
+    # MTP layers are recomputed one by one.
     of_own = min(num_own, num_again)
     for start in [*range(0, of_own, size), *range(num_own, num_again)]:
         first = joining_terms(config, at)[0] if kinds[start].is_mtp else entry
         moved = _moved(config, at, [first], start, stage)
-        # One for all layers that need them; a group that is recomputed gets them from outside.
+        # All layers share one rotation table per kind; a recomputed group gets it from outside.
         stop = start + 1 if kinds[start].is_mtp else min(start + size, of_own)
         in_backward = sum(_bytes(config, plain[sort]) for sort in sorts[start:stop])
         in_backward += _bytes(config, _tables(config, at, stage.layers[start:stop]))
@@ -334,7 +345,7 @@ def layer_groups(
         kind, sort = kinds[start], sorts[start]
         terms, (layer, in_core) = kept[sort], most[sort]
         moved = _moved(config, at, terms, start, stage)
-        # The first layer that keeps a table keeps it for all.
+        # The first layer that keeps a rotation table keeps it for all.
         is_first = again and kind.rotary not in seen
         outside = _bytes(config, _tables(config, at, stage.layers[start : start + 1])) if is_first else 0
         seen.add(kind.rotary)
@@ -343,9 +354,11 @@ def layer_groups(
 
 
 def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Term], plain: Sequence[Term]) -> int:
-    """Return the bytes of a layer while its backward computes attention's core again: those before it, and its own.
+    """Count a layer's bytes while its backward recomputes attention's core: the terms before the core, and the core's own.
 
-    `terms` are the layer's, `plain` those that it would have if nothing were recomputed.
+    Args:
+        terms: the layer's terms.
+        plain: the terms that the layer would have if nothing were recomputed.
     """
     if "attention" not in config.recompute.parts:
         return 0
@@ -368,18 +381,18 @@ def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Te
         inside += [term for term in rotated if is_made_again and at.b == 1 and term.tensor == "new q"]
     else:
         inside += rotated if is_made_again else []
-        # The output of exchanged heads is a term of its own.
+        # The exchanged heads' output is a term of its own.
         inside += [] if is_exchanged else [Term("attention", "output", Fraction(0), at.w * at.q)]
     return _bytes(config, [*terms[:before], *inside])
 
 
 def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: StageContents) -> int:
-    """Return the bytes that layer number `layer` of a chunk moves to the host."""
+    """Count the bytes that a chunk's layer number `layer` moves to the host."""
     if layer >= config.offload.num_layers:
         return 0
     total = 0
     for index, term in enumerate(terms):
-        # What comes from another stage is held for its gradient; gathered for the first GEMM it is another tensor.
+        # A tensor from another stage is held for its gradient. Gathered for the first GEMM, it is another tensor.
         is_entry = index == 0 and term.ours == at.w * at.h * at.shard
         is_received = layer == 0 and not stage.has_embedding and is_entry and term.module != INPUTS
         num_bytes = _bytes(config, [term])
@@ -389,7 +402,7 @@ def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: 
 
 
 def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Return the bytes of the logits that exist while the head runs and are not kept."""
+    """Count the bytes of logits that exist while the head runs and are not kept."""
     head_tokens = config.recompute.head_tokens
     if head_tokens is None or not stage.has_head:
         return 0
@@ -398,7 +411,7 @@ def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents
 
 
 def _tables(config: Config, at: Sizes, layers: Sequence[int]) -> list[Term]:
-    """List the tables of cosines and sines of some layers: one for each kind of rotation among them."""
+    """List some layers' cosine and sine tables: one for each kind of rotation among them."""
     kinds = config.model.kinds
     rotaries = dict.fromkeys(kinds[layer].rotary for layer in layers)
     return [
@@ -409,7 +422,7 @@ def _tables(config: Config, at: Sizes, layers: Sequence[int]) -> list[Term]:
 
 
 def _bytes(config: Config, terms: Sequence[Term]) -> int:
-    """Sum the terms of a microbatch."""
+    """Sum the terms' bytes over a microbatch."""
     total = per_token(terms) * tokens_of_microbatch(config)
     assert total.denominator == 1, "tensors have whole bytes"
     return total.numerator

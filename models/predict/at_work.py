@@ -1,6 +1,6 @@
-"""The most that a stage holds while experts are at work, counted from the configuration alone.
+"""Peak bytes that a stage holds while experts run, counted from the configuration alone.
 
-what is kept by then (`models/predict/activation_memory.py`) + what experts hold beside it (`models/predict/experts/temporaries.py`)
+kept by then (`models/predict/activation_memory.py`) + temporaries of the running experts (`models/predict/experts/temporaries.py`)
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ from triaxis.models.specs import StageContents
 def most_at_work(
     config: Config, sizes: ParallelSizes, stage: StageContents, groups: Sequence[LayerGroup], load: Fraction
 ) -> tuple[int, int]:
-    """Return the most bytes that one microbatch holds on one stage while experts are at work: in its forward, and in its backward.
+    """Count the peak bytes that one microbatch holds on one stage while experts run: (in its forward, in its backward).
 
-    That is what is kept at the time, and `temporaries`; 0 where the stage has no layers with experts.
+    Each is the sum of the kept tensors and the experts' `temporaries`. Both are 0 if the stage has no expert layer.
 
     Args:
         groups: the stage's `layer_groups`.
-        load: of the rank's experts.
+        load: load of the rank's experts.
     """
     if not any(config.model.layer_kind(layer).has_experts for layer in stage.layers):
         return 0, 0
     at, num_own = Sizes.of(config, sizes), len(groups) - stage.num_mtp
     in_forward, in_backward = (_bytes(config, each) for each in temporaries(config, sizes, load))
-    # The mask is the batch's own.
+    # The loss mask belongs to the batch.
     head = _of_terms(config, [term for term in head_terms(config, sizes, at) if term.tensor != LOSS_MASK])
     kept = kept_bytes(config, sizes, stage, groups) - (head if stage.has_head else 0)
     forward = backward = waiting = 0
@@ -41,7 +41,7 @@ def most_at_work(
         if any(config.model.layer_kind(layer).has_experts for layer in layers):
             forward = max(forward, beside + in_forward)
             if is_again:
-                # It runs forward and backward.
+                # A recomputed layer runs forward, then backward.
                 again = group.whole - group.kept - group.moved + max(in_forward, in_backward)
                 backward = max(backward, waiting + beside + again)
             else:
@@ -50,13 +50,13 @@ def most_at_work(
             waiting += sum(_of_terms(config, deferred_terms(config, sizes, layer, load)) for layer in layers)
         kept -= group.kept
         if index >= num_own:
-            # Below the layer of a token ahead are its embedding, and the head of the token before.
+            # Below an MTP layer lie its embedding and the previous token's head.
             kept -= _of_terms(config, embedding_terms(config, at)) + head
     return forward, backward
 
 
 def _layers_of_groups(config: Config, stage: StageContents) -> list[tuple[Sequence[int], bool]]:
-    """List the layers of each of a stage's `layer_groups`, and whether it is recomputed whole."""
+    """List, for each of a stage's `layer_groups`, its layers and whether they are recomputed as a whole."""
     recompute, num_layers = config.recompute, len(stage.layers)
     num_own, num_again, size = num_layers - stage.num_mtp, 0, 1
     if recompute.granularity == "full":
@@ -65,7 +65,7 @@ def _layers_of_groups(config: Config, stage: StageContents) -> list[tuple[Sequen
         size = recompute.num_layers if is_uniform else 1
     of_own = min(num_own, num_again)
     again = [stage.layers[start : min(start + size, of_own)] for start in range(0, of_own, size)]
-    # Layers of tokens ahead are recomputed one by one.
+    # MTP layers are recomputed one by one.
     again += [stage.layers[place : place + 1] for place in range(num_own, num_again)]
     return [*((layers, True) for layers in again), *(((layer,), False) for layer in stage.layers[num_again:])]
 
@@ -75,6 +75,6 @@ def _of_terms(config: Config, terms: Sequence[Term]) -> int:
 
 
 def _bytes(config: Config, per_token: Fraction) -> int:
-    """Return the bytes of a microbatch, rounded up: loads need not be of whole rows."""
+    """Convert to bytes per microbatch, rounded up: a load need not be a whole number of rows."""
     total = per_token * tokens_of_microbatch(config)
     return -(-total.numerator // total.denominator)

@@ -1,4 +1,4 @@
-"""The tensors that attention keeps: queries, keys and values, and scores of plain operators."""
+"""Tensors that attention keeps: queries, keys, values, and the scores of explicit attention."""
 
 from fractions import Fraction
 
@@ -9,14 +9,19 @@ from triaxis.models.predict.terms import Sizes, Term
 
 
 def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, *, is_exchanged: bool) -> list[Term]:
-    """List queries, keys and values as attention keeps them: as they were made, or copied by plain operators."""
+    """List the queries, keys and values that attention keeps.
+
+    Args:
+        is_as_made: attention keeps them as computed; otherwise explicit attention copies them.
+        is_exchanged: heads were exchanged over cp (Ulysses).
+    """
     model, nothing = config.model, Fraction(0)
     is_fused = config.kernels.attention != "explicit"
     q, k = at.w * at.q, at.w * at.kv
-    # Rotation and QK-norm make new q and k, while v keeps all three alive: they are parts of one product.
+    # Rotation and QK-norm make new q and k, but v keeps the old ones alive: all three are parts of one product.
     is_new = kind.rotary is not None or model.qk_norm
     if is_exchanged:
-        # What was received is one storage. QK-norm still needs the product; explicit attention copies, as below.
+        # The received tensors share one storage. QK-norm still needs the product; explicit attention copies, as below.
         terms = [Term("attention", "q, k and v", nothing, q + 2 * k if model.qk_norm else nothing)]
         if is_as_made:
             terms.append(Term("attention", "exchanged q, k and v", q + 2 * k, q + 2 * k))
@@ -24,7 +29,7 @@ def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, 
             copies = (("q", q, q if at.b > 1 else q + 2 * k), ("k", k, q), ("v", k, q))
             terms += [Term("attention", f"exchanged {name}", paper, ours) for name, paper, ours in copies]
     elif is_as_made:
-        # With context parallelism k and v are copies, of all ranks or of this one, and the product is held where q needs it.
+        # Gathered k and v are copies, from all ranks or this one. The product then stays alive only if q needs it.
         is_gathered = gathers_keys(config)
         is_held = not is_gathered or not is_new or bool(model.qk_norm) or "rope" in config.recompute.parts
         terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k if is_held else nothing)]
@@ -33,8 +38,8 @@ def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, 
         copied = at.c if not is_fused or config.recompute.gathered_kv == "keep" else 1
         terms.append(Term("attention", "copied k and v", nothing, 2 * k * copied if is_gathered else nothing))
     else:
-        # torch copies what it multiplies, with one k and v per query head; of one sample it need not copy q, which then keeps
-        # the whole product of which it is a part.
+        # torch copies its operands, with one k and v per query head. It need not copy q for a single sample; q then keeps the
+        # whole product alive.
         first = q if is_new or at.b > 1 else q + 2 * k
         terms = [
             Term("attention", name, paper, copied)
@@ -49,11 +54,11 @@ def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, 
 
 
 def score_terms(config: Config, at: Sizes, kind: LayerKind, *, is_exchanged: bool) -> list[Term]:
-    """List what attention in plain operators keeps between its products."""
+    """List the tensors that explicit attention keeps between its products."""
     model, nothing = config.model, Fraction(0)
     scores = at.heads * at.s
     dropout = at.w * scores if model.attention_dropout else nothing
-    # Sinks are one more column of the softmax.
+    # Sinks add one column to the softmax.
     columns = scores + at.heads * kind.sinks
     pattern = attention_pattern(config)
     by_row = pattern.documents or pattern.parts
@@ -62,7 +67,7 @@ def score_terms(config: Config, at: Sizes, kind: LayerKind, *, is_exchanged: boo
         ("softmax", at.w * scores, at.acc * columns),
         ("softmax dropout", scores, dropout),
         ("probabilities", at.w * scores, at.w * scores),
-        # Of the causal mask alone, one for all rows; documents and parts differ from row to row.
+        # A causal mask serves all rows; masks with documents or parts differ from row to row.
         ("mask", nothing, Fraction(at.s * (at.c if is_exchanged else 1), 1 if by_row else at.b)),
     ]
     if at.acc == at.w and not model.attention_dropout:

@@ -1,18 +1,18 @@
 """Device memory that NCCL holds for a rank's communicators, counted from the layout alone.
 
-An estimate, not measured on this engine. NCCL allocates per communicator, channel and connected neighbour, outside of torch's
+This is an estimate, not measured on this engine. NCCL allocates per communicator, channel and connected neighbour, outside torch's
 allocator (`ncclP2pAllocateShareableBuffer` in its src/transport/p2p.cc):
 
     receiver   buffers of the protocols LL 0.5 MiB + LL128 4.7 MiB + Simple 4 MiB (NCCL_BUFFSIZE), in pages of 2 MiB:  10 MiB
     sender     one page for its flags:                                                                               2 MiB
 
-Eight H100 that connected all to all over 32 channels allocated buffers of these two sizes (NVIDIA/nccl issue 1685). A channel of a
-ring has one neighbour to receive from and one to send to. The pipeline's two communicators also send and receive, over other
-connections, with both neighbours of the ring. NCCL chooses 24 channels for collectives and 32 for messages on a node of eight
-H100 (its log at NCCL_DEBUG=INFO); `max_ctas` of `triaxis.engine.layout.axis_groups.STREAM_USE` limits both.
+Eight H100 GPUs, connected all to all over 32 channels, allocated buffers in these two sizes (NVIDIA/nccl issue 1685). A channel in
+a ring has one neighbour to receive from and one to send to. The pipeline's two communicators also exchange messages with both ring
+neighbours, over other connections. On a node with eight H100 NCCL chooses 24 channels for collectives and 32 for messages (its log
+at NCCL_DEBUG=INFO); `max_ctas` in `triaxis.engine.layout.axis_groups.STREAM_USE` limits both.
 
-Left out: trees and NVLink SHARP, which NCCL connects at the start of a run (NCCL_RUNTIME_CONNECT=0, `engine/comm/runtime.py`), and
-buffers of the network.
+Not counted: trees and NVLink SHARP, which NCCL connects at startup (NCCL_RUNTIME_CONNECT=0, `engine/comm/runtime.py`), and network
+buffers.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ RING_CHANNELS = 24
 MESSAGE_CHANNELS = 32
 
 MESSAGE_AXES = ("pp_forward", "pp_backward")
-"""The axes whose communicators send and receive."""
+"""Axes whose communicators send and receive messages."""
 
 
 def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None, *, has_experts: bool = False) -> tuple[int, ...]:
-    """Estimate the bytes of all connected communicators of a rank, by pipeline index.
+    """Estimate the bytes that a rank's connected communicators take, by pipeline index.
 
     Args:
-        kv_heads: key/value heads of the model; None: as many as query heads.
-        has_experts: the model's, whose tokens and gradients have groups of their own.
+        kv_heads: the model's key/value heads; None: as many as query heads.
+        has_experts: the model has experts, whose tokens and gradients have groups of their own.
     """
-    # Which axes share a group, and which neighbours a rank has, depends on dp and cp only up to 2 and on pp only up to 3. So a
-    # small grid represents a large one, whose groups would take long to list. Ranks that share experts may take all of cp.
+    # Groups and neighbours depend on dp and cp only up to 2, and on pp only up to 3. So a small grid represents a large one,
+    # whose groups would take long to list. Ranks that share experts may span all cp ranks.
     cp = min(sizes.cp, 2) if sizes.expert_ranks == 1 else sizes.cp
     small = replace(sizes, pp=min(sizes.pp, 3), dp=_fewest_dp(sizes), cp=cp)
     grid = RankGrid(small, allow_tp_across_nodes=True)
@@ -52,7 +52,7 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None, *, has_expert
 
 
 def _fewest_dp(sizes: ParallelSizes) -> int:
-    """Return the fewest dp ranks, at most 2 if possible, that hold whole sets of experts, and two of each where there are two."""
+    """Find the smallest dp, 2 if possible, that holds whole sets of experts: two sets, or one if there is only one."""
     for dp in range(min(sizes.dp, 2), sizes.dp):
         num_sets, rest = divmod(sizes.tp * sizes.cp * dp, sizes.expert_ranks)
         if rest == 0 and num_sets >= min(2, sizes.expert_dp):
@@ -63,7 +63,7 @@ def _fewest_dp(sizes: ParallelSizes) -> int:
 def communicators(
     grid: RankGrid, rank: int, kv_heads: int | None, *, has_experts: bool = False
 ) -> list[tuple[tuple[int, ...], list[str]]]:
-    """List the process groups of a rank with more than one member: (members, axes that share the group)."""
+    """List a rank's process groups with more than one member: (members, axes that share the group)."""
     found: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for name, groups, channel in axis_groups(grid, kv_heads, has_experts=has_experts):
         ranks = next((ranks for ranks in groups if rank in ranks), ())
@@ -73,7 +73,7 @@ def communicators(
 
 
 def connections_of(axes: Sequence[str], size: int) -> int:
-    """Count the connections of one communicator of `size` ranks that serves these axes: one per channel and neighbour."""
+    """Count one communicator's connections, one per channel and neighbour; it has `size` ranks and serves these axes."""
     connected = [axis for axis in axes if axis not in CONNECTED_LATER]
     if not connected:
         return 0

@@ -1,4 +1,4 @@
-"""The stages of a layout by what is in them: predictions count equal ones once."""
+"""A layout's stages by their contents, so that predictions count equal stages once."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,21 +10,21 @@ from triaxis.engine.layout.partition import StageLayers
 from triaxis.models.predict.layer_terms import LayerSort
 
 Memo = dict[object, Any]
-"""What predictions of one model share, whatever the layout."""
+"""Cache that one model's predictions share across layouts."""
 
 
 def layer_sorts(config: Config) -> list[LayerSort]:
-    """Return the sort of each layer."""
+    """List each layer's sort."""
     in_fp8 = fp8_layers(config)
     return [LayerSort(kind, layer in in_fp8) for layer, kind in enumerate(config.model.kinds)]
 
 
 class Contents(NamedTuple):
-    """Contents of a stage as far as bytes and seconds depend on them: stages that are equal in this hold and take the same.
+    """A stage's contents as far as bytes and seconds depend on them: stages with equal contents have equal bytes and seconds.
 
     Attributes:
-        layers: numbers of their sorts, in the order in which the model has them first.
-        num_mtp: of the layers, how many predict tokens further ahead; the last ones.
+        layers: each layer's sort number; sorts are numbered by their first appearance in the model.
+        num_mtp: number of layers, at the end, that predict tokens further ahead.
     """
 
     layers: tuple[int, ...]
@@ -33,7 +33,7 @@ class Contents(NamedTuple):
     num_mtp: int
 
     def as_stage(self) -> StageLayers:
-        """Return a stage with as many layers and the same ends."""
+        """Build a stage with as many layers and the same ends."""
         return StageLayers(range(len(self.layers)), self.has_embedding, self.has_head, self.num_mtp)
 
 
@@ -42,8 +42,8 @@ class StageCut:
     """The stages of a layout.
 
     Attributes:
-        contents: of each stage.
-        ranks: numbers of the stages of each pipeline rank, and their contents.
+        contents: contents of each stage.
+        ranks: stage numbers and stage contents, by pipeline rank.
     """
 
     stages: tuple[StageLayers, ...]
@@ -52,14 +52,14 @@ class StageCut:
 
     @classmethod
     def of(cls, config: Config, memo: Memo) -> "StageCut":
-        """Return the cut of a layout, from those of other layouts of the run where it is there."""
+        """Cut a layout into stages, or take the cut from `memo` if another of the run's layouts has the same one."""
         placement, given = placement_of(config), config.parallel.layers_per_stage
         key = "cut", placement, tuple(given) if isinstance(given, list) else given
         if key not in memo:
             if "sorts" not in memo:
                 memo["sorts"] = layer_sorts(config)
             sorts = memo["sorts"]
-            # Records of kinds take long to hash.
+            # Layer kinds are slow to hash, so contents use sort numbers.
             numbers = {sort: number for number, sort in enumerate(dict.fromkeys(sorts))}
             numbered = tuple(numbers[sort] for sort in sorts)
             stages = stages_of(config, memo)

@@ -1,11 +1,11 @@
-"""The fit of a run to its devices: the line that states it, the rule that refuses it, and changes with which it fits.
+"""A run's fit to its devices: the line that states it, the rule that rejects a misfit, and changes that make the run fit.
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
-                                ->  memory_rule    a rule more for `triaxis.engine.config.tree.problems`, where the device is known
+                                ->  memory_rule    one more rule for `triaxis.engine.config.tree.problems`, if the device is known
                                                        |
                                        the other rules run first: without a legal layout there is no prediction
 
-A proposal is put into the config, all rules run again, and the prediction: it is legal, and it fits every rank.
+Each proposal is applied to the config, then all rules and the prediction run again. So every proposal is legal and fits every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
 from triaxis.models.predict.rank_memory import GB, Changes, Prediction, override_words, predict, single_changes
 
 MOST_OF_A_KIND = 2
-"""Proposals of the same layout, and of other layouts, that a message names."""
+"""How many proposals a message names with the same layout, and how many with other layouts."""
 
 READ_BY_PREDICTION = (
     "model",
@@ -35,7 +35,7 @@ READ_BY_PREDICTION = (
     "offload",
     "kernels",
 )
-"""Sections and fields that a prediction reads: a broken rule about one of them leaves nothing to predict."""
+"""Sections and fields that a prediction reads: if a rule about one of them is broken, there is no prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class Devices:
     """The GPUs of a node.
 
     Attributes:
-        memory_bytes: of the smallest of them.
-        count: how many there are; None: as many as ranks on a node.
+        memory_bytes: memory of the smallest GPU.
+        count: number of GPUs; None: one per rank on the node.
     """
 
     memory_bytes: int
     count: int | None = None
 
     def for_each_rank(self, config: Config, ranks_per_node: int | None) -> int:
-        """Return the bytes that a rank may use: with gloo, ranks take the GPUs in turns."""
+        """Compute the bytes that one rank may use: with gloo, several ranks may share a GPU."""
         if config.runtime.collectives != "gloo" or self.count is None or ranks_per_node is None:
             return self.memory_bytes
         return self.memory_bytes // max(1, -(-ranks_per_node // self.count))
@@ -61,8 +61,8 @@ def memory_line(prediction: Prediction, device_bytes: int | None = None, *, by_k
     """Format a prediction as one line, in 10^9 bytes.
 
     Args:
-        device_bytes: memory that a rank may use; None: unknown.
-        by_kind: add the parts of the sum.
+        device_bytes: memory that a rank may use, in bytes; None: unknown.
+        by_kind: include the parts of the sum.
     """
     held = prediction.fullest
     decimals = gigabyte_decimals(held.total)
@@ -87,19 +87,19 @@ def memory_line(prediction: Prediction, device_bytes: int | None = None, *, by_k
 
 
 def uses_gpu(config: Config) -> bool:
-    """Return whether the configuration lets ranks use GPUs."""
+    """Whether the configuration lets ranks use GPUs."""
     return config.runtime.device != "cpu"
 
 
 def uses_nccl(config: Config) -> bool:
-    """Return whether NCCL connects the ranks where there are GPUs."""
+    """Whether NCCL connects the ranks on machines with GPUs."""
     return uses_gpu(config) and config.runtime.collectives != "gloo"
 
 
 def memory_rule(devices: Devices) -> Rule:
-    """Build the rule that no rank is predicted to hold more than its device has.
+    """Build the rule that rejects a run if a rank is predicted to exceed its device's memory.
 
-    It finds nothing in a run on the CPU, with an open `parallel.dp`, with `runtime.memory=warn`, or whose layout breaks a rule.
+    It finds no problem in a CPU run, with an open `parallel.dp`, with `runtime.memory=warn`, or if the layout breaks a rule.
     """
 
     def fits_devices(subject: Subject) -> Iterator[Problem]:
@@ -130,7 +130,7 @@ def _is_read(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Changes with which a run fits, and the bytes of its fullest rank then."""
+    """Changes that make a run fit, and the bytes that its fullest rank then holds."""
 
     changes: Changes
     total: int
@@ -151,10 +151,10 @@ def _advice(subject: Subject, most: int) -> str:
 
 
 def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
-    """Find legal changes with which no rank is predicted to hold more than `most` bytes, the number of ranks being kept.
+    """Find legal changes after which no rank is predicted to hold more than `most` bytes; the number of ranks stays.
 
-    Changes in the same layout come first, from the cheapest in speed on, then the nearest layouts. Where one change is not
-    enough, those that help are put together.
+    Changes within the same layout come first, ordered by their cost in speed, then the nearest layouts. If no single change
+    is enough, the helpful ones are combined.
     """
     sizes = parallel_sizes(subject.config, subject.world_size)
     trial = _Trial(subject, most)
@@ -166,13 +166,13 @@ def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A search through the changes of one configuration."""
+    """A search through one configuration's changes."""
 
     subject: Subject
     most: int
 
     def after(self, changes: Changes) -> int | None:
-        """Predict the bytes of the fullest rank after the changes; None where they break a rule that was kept."""
+        """Predict the fullest rank's bytes after the changes; None if they break a rule that held before, or prediction fails."""
         config = self.subject.config
         for key, value in changes:
             config = with_value(config, key, value)
@@ -194,7 +194,7 @@ class _Trial:
                 yield Fitting(changes, total)
 
     def together(self, sizes: ParallelSizes) -> Iterator[Changes]:
-        """Put single changes together, each that helps on top of those before; then with the nearest layouts."""
+        """Combine single changes, adding each that lowers the total; then combine them with the nearest layouts."""
         taken: dict[str, object] = {}
         least = self.after(())
         for key, value in single_changes(self.subject.config, sizes):
@@ -207,7 +207,7 @@ class _Trial:
 
 
 def _layouts(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
-    """List other layouts of the same ranks, those with fewer replicas, from the nearest on."""
+    """List other layouts for the same ranks that have fewer replicas, nearest first."""
     world = sizes.world_size
     found = []
     for tp in divisors(world, 1):

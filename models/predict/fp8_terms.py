@@ -1,15 +1,16 @@
-"""Inputs of products that are kept in FP8 where one scale serves a tensor, 1 byte per element.
+"""Product inputs that are kept in FP8, 1 byte per element, when one scale serves a whole tensor.
 
-A layer keeps its input so where nothing else keeps it, and where it is not made again:
+A layer keeps its input in FP8 if nothing else keeps the tensor and it is not recomputed:
 
     attention.qkv, attention.down, mlp.up     a norm's output; not in front of a product that is recomputed itself
     attention.q_up                            the normalised latent of queries
     mlp.down, mlp.shared.down                 an activation's output
-    what was gathered, and is kept whole      of every column-parallel product
+    gathered inputs that are kept whole       every column-parallel product
 
-With sequence parallelism the shards of the first are gathered again in the run's dtype, unless `precision.fp8.gather` is fp8, so
-they are kept in it. So are the input of attention's projection, which a fused attention keeps for its own backward, and that of
-shared experts, which the router keeps. With that gather, deferred gradients of weights wait with outputs' gradients in FP8.
+With sequence parallelism, the first line's shards are gathered again in the run's dtype and so are kept in that dtype, unless
+`precision.fp8.gather` is fp8. Two more inputs stay in the run's dtype: the projection's, which a fused attention keeps for its own
+backward, and the shared experts', which the router keeps. With the fp8 gather, deferred weight gradients hold output gradients in
+FP8.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,12 +23,12 @@ from triaxis.models.predict.terms import BYTES_PER_ELEMENT, Sizes, Term
 
 
 def is_in_fp8(config: Config, layer: int) -> bool:
-    """Return whether the linear layers of a layer have FP8 operands."""
+    """Whether a transformer layer's linear layers have FP8 operands."""
     return layer in fp8_layers(config)
 
 
 def kept_in_fp8(config: Config, at: Sizes, terms: Sequence[Term], parts: Collection[str]) -> list[Term]:
-    """Return the terms of an FP8 layer with recomputed `parts`, its inputs with the bytes that they are kept in."""
+    """Adjust an FP8 layer's terms to the bytes that are stored; `parts` are its recomputed parts."""
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS:
         return list(terms)
@@ -38,13 +39,13 @@ def kept_in_fp8(config: Config, at: Sizes, terms: Sequence[Term], parts: Collect
 
 
 def sends_fp8(config: Config, at: Sizes) -> bool:
-    """Return whether what sequence parallelism gathers for FP8 layers travels in FP8."""
+    """Whether sequence parallelism gathers the tensors for FP8 layers in FP8."""
     fp8 = config.precision.fp8
     return fp8 is not None and fp8.gather == "fp8" and at.shard != 1
 
 
 def remembered_terms(config: Config, at: Sizes, layer: int) -> list[Term]:
-    """List the largest numbers that a layer which is recomputed as a whole remembers for its replay: 4 bytes for each product."""
+    """List the largest inputs that a fully recomputed layer remembers for its replay: 4 bytes per product."""
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS or not is_in_fp8(config, layer):
         return []
@@ -53,7 +54,7 @@ def remembered_terms(config: Config, at: Sizes, layer: int) -> list[Term]:
 
 
 def _stored(config: Config, at: Sizes, parts: Collection[str]) -> set[str]:
-    """Return the products whose inputs are kept in FP8."""
+    """Find the products whose inputs are kept in FP8."""
     model = config.model
     stored = set() if "activation" in parts else {"mlp.down", "mlp.shared.down"}
     gathered = {"attention.qkv", "attention.q_up", "mlp.up", "mlp.shared.up"}

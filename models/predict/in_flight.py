@@ -1,8 +1,8 @@
-"""Moments of a pipeline rank at which it holds the most microbatches, from its actions alone.
+"""Moments at which a pipeline rank holds the most microbatches, found from its actions alone.
 
     1F1B, rank 0 of 2      0F0 0F1 0B0 0F2 0B1 0B2       two moments for any m: F beside 1, B beside 1
 
-What a microbatch holds depends on the layout; these moments do not, so layouts with one schedule share them.
+A microbatch's bytes depend on the layout, but these moments do not: layouts with the same schedule share them.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from triaxis.engine.pipeline.actions import Action, Kind
 
 
 class PeakMoment(NamedTuple):
-    """A moment of a rank at which it may hold the most: the action, and how many microbatches are held beside it.
+    """A moment at which a rank may hold the most: the action, and the number of microbatches held beside it.
 
     Attributes:
-        stage: number of the contents of the action's stage.
-        kept: microbatches between their passes, by that number.
-        deferred: microbatches whose weight gradients wait, by that number.
+        stage: contents number of the action's stage.
+        kept: number of microbatches between forward and backward, by contents number.
+        deferred: number of microbatches whose weight gradients are pending, by contents number.
     """
 
     kind: Kind
@@ -28,11 +28,13 @@ class PeakMoment(NamedTuple):
 
 
 def peaks_of(row: Sequence[Action], chunks: Sequence[int]) -> tuple[PeakMoment, ...]:
-    """Return the moments of a rank's actions beside which no other of the same kind and stage holds as much of everything.
+    """Find a rank's peak moments.
+
+    A moment counts if no other with the same action kind and stage holds at least as much of everything.
 
     Args:
-        row: actions of the rank.
-        chunks: number of each chunk's contents.
+        row: the rank's actions.
+        chunks: contents number of each chunk.
     """
     kept, deferred = [0] * (max(chunks) + 1), [0] * (max(chunks) + 1)
     seen: dict[tuple[Kind, int], dict[PeakMoment, None]] = {}

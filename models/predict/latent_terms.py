@@ -1,6 +1,6 @@
-"""Tensors that latent attention keeps between its norm and its output's projection.
+"""Tensors that latent attention keeps between its norm and its output projection.
 
-Per token of a rank, w bytes an element, n heads on the rank, c ranks of a row, latents r_q and r, heads of dn + dr and of dv:
+Bytes per token on a rank: w bytes per element, n heads on the rank, c ranks per row, latents r_q and r, heads dn + dr and dv wide:
 
     down           input w h /t, shared with queries that are made from it; output w (r_q + r + dr) /t; a number for each norm
     q_up           input w r_q /t, or whole where gathered inputs are kept;  q  w n (dn + dr)
@@ -8,7 +8,7 @@ Per token of a rank, w bytes an element, n heads on the rank, c ranks of a row, 
     k, v           w n (dn + dr) c each: kernels with one size of heads get v padded, and so is their output, w n (dn + dr)
     blocks         v stays a part of what kv_up made, w n (dn + dv) c; explicit: a copy, w n dv c
 
-/t: with sequence parallelism. With attention made again, q and w (r + dr) c are kept in place of all that follows them.
+/t applies with sequence parallelism. If attention is recomputed, q and w (r + dr) c are kept in place of everything after them.
 """
 
 from fractions import Fraction
@@ -25,11 +25,11 @@ BEHIND_LATENTS = {
     "attention.q_up": "attention.latents",
     "attention.down": "attention_norm",
 }
-"""Products before attention in the order of the backward, and the module whose tensors are free behind each."""
+"""Products before attention in backward order, each with the module whose tensors are free after it."""
 
 
 def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, is_core_again: bool) -> list[Term]:
-    """List the tensors; with attention's core recomputed, its operands are kept as they came."""
+    """List latent attention's tensors; if its core is recomputed, its operands are kept in the form in which they arrived."""
     part = "norm" if config.model.norms_before else ""
     own, q = at.w * at.h * at.shard, at.w * at.q
     terms = [
@@ -48,7 +48,7 @@ def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, 
         terms.append(Term("attention.q_up", "input", NOTHING, Fraction(at.w * at.h)))
     is_explicit = config.kernels.attention == "explicit"
     if is_explicit and not is_core_again:
-        # One sample's queries are multiplied as they are, others are copied; keys and values are copied always.
+        # A single sample's queries are multiplied as they are, several samples' are copied. Keys and values are always copied.
         terms.append(Term("attention", "q", q, q))
     else:
         is_projected = kind.rotary is None or "rope" in config.recompute.parts
@@ -68,7 +68,7 @@ def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, 
 
 
 def deferred_latents(config: Config, at: Sizes, mla: MLAConfig) -> list[Term]:
-    """List what the weight gradients of the products before attention wait with."""
+    """List the tensors held for the deferred weight gradients of the products before attention."""
     own = at.w * at.h * at.shard
     kept = _keeps_gathered(config, at)
     if mla.q_lora_rank is None:
@@ -89,12 +89,12 @@ def deferred_latents(config: Config, at: Sizes, mla: MLAConfig) -> list[Term]:
 
 
 def _keeps_gathered(config: Config, at: Sizes) -> bool:
-    """Return whether the input of the queries' product is kept as gathered over tp."""
+    """Whether the query product's input is kept as gathered over tp."""
     return config.recompute.gathered_inputs == "keep" and at.shard != 1
 
 
 def _pads_values(config: Config, mla: MLAConfig) -> bool:
-    """Return whether the kernel gets values padded to the size of keys: all but `blocks`, which `auto` takes for capped logits."""
+    """Whether the kernel gets values padded to the key size: all do but `blocks`, which `auto` takes for capped logits."""
     kernel = config.kernels.attention
     is_blocks = kernel == "blocks" or (kernel == "auto" and config.model.attention_softcap is not None)
     return mla.v_head_dim != mla.qk_head_dim and not is_blocks

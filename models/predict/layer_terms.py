@@ -1,6 +1,6 @@
 """Tensors that one transformer layer keeps for its backward, counted from the configuration alone.
 
-Terms are those of `triaxis.models.predict.activation_memory`. A product keeps its input for the gradient of its weight.
+`triaxis.models.predict.activation_memory` explains the terms. A product keeps its input for its weight gradient.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,18 +21,22 @@ from triaxis.models.predict.terms import Sizes, Term, column_input
 
 
 def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
-    """List the tensors that one transformer layer keeps if it is not recomputed as a whole; `load`: of the rank's experts."""
+    """List the tensors that one transformer layer keeps if it is not recomputed as a whole.
+
+    Args:
+        load: load of the rank's experts.
+    """
     parts = config.recompute.parts_made_again
     terms = all_terms(config, sizes, layer_sort(config, layer), load, parts)
     return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
 
 
 class LayerSort(NamedTuple):
-    """A layer as far as bytes and seconds depend on it.
+    """The properties of a layer on which its bytes and seconds depend.
 
     Attributes:
-        kind: its attention and MLP.
-        is_in_fp8: its linear layers have FP8 operands.
+        kind: the layer's attention and MLP.
+        is_in_fp8: the linear layers have FP8 operands.
     """
 
     kind: LayerKind
@@ -42,7 +46,10 @@ class LayerSort(NamedTuple):
 def all_terms(
     config: Config, sizes: ParallelSizes, sort: LayerSort, load: Fraction, parts: Collection[str] = ()
 ) -> list[Term]:
-    """List the tensors that a layer's parts keep; with attention's core among the recomputed `parts`, its operands as they came."""
+    """List the tensors that a layer's parts keep.
+
+    If attention's core is among the recomputed `parts`, its operands are listed in the form in which they arrived.
+    """
     kind = sort.kind
     at, is_core_again = Sizes.of(config, sizes), "attention" in parts
     model = config.model
@@ -67,11 +74,11 @@ def all_terms(
 
 
 def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
-    """List the tensors of a dense MLP."""
+    """List a dense MLP's tensors."""
     model, nothing = config.model, Fraction(0)
     terms = [column_input(config, at, "mlp.up", "norm" if model.norms_before else "")]
     if model.activation_kind.is_gated:
-        # Megatron-LM without fusions keeps the activated gate too; here it is computed again.
+        # Unfused Megatron-LM keeps the activated gate too; this engine recomputes it.
         terms += [
             Term("mlp", "gate and up", 2 * at.w * at.f, 2 * at.w * at.f, "mlp"),
             Term("mlp", f"{model.activation_kind.pointwise}(gate)", at.w * at.f, nothing),
@@ -82,7 +89,7 @@ def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
 
 
 def _behind_attention(config: Config, at: Sizes, mlp: Sequence[Term]) -> list[Term]:
-    """List the norm before the MLP, and the MLP's terms. A parallel block reads attention's input again, which is kept once."""
+    """List the pre-MLP norm's terms and the MLP's. A parallel block shares attention's input, which counts once."""
     model = config.model
     first, *others = [*(norm_terms(config, at, "mlp_norm") if model.norms_before else []), *mlp]
     is_whole = first.ours == at.w * at.h * at.shard
@@ -98,7 +105,7 @@ def norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
 
 
 def attention_part(config: Config, at: Sizes, kind: LayerKind, *, is_core_again: bool) -> list[Term]:
-    """List the tensors from the norm to the output's projection.
+    """List the tensors between attention's norm and its output projection.
 
     Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s.
     """
@@ -110,7 +117,7 @@ def attention_part(config: Config, at: Sizes, kind: LayerKind, *, is_core_again:
     else:
         operands = [column_input(config, at, "attention.qkv", "norm" if model.norms_before else "")]
         operands += operand_terms(config, at, kind, is_fused or is_core_again, is_exchanged=is_exchanged)
-    # With gathered keys and values nothing of attention is made again: its backward gathers them itself.
+    # With gathered keys and values attention is not recomputed: its backward gathers them itself.
     part = "" if gathers_keys(config) and model.mla is None else "attention"
     if is_fused:
         output = (
@@ -125,15 +132,14 @@ def attention_part(config: Config, at: Sizes, kind: LayerKind, *, is_core_again:
 
 
 def per_token(terms: Sequence[Term]) -> Fraction:
-    """Return the bytes per token that this engine keeps."""
+    """Sum the bytes per token that this engine keeps."""
     return sum((term.ours for term in terms), Fraction(0))
 
 
 def paper_per_token(terms: Sequence[Term]) -> Fraction:
-    """Return the bytes per token in the paper's count."""
+    """Sum the bytes per token in the paper's count."""
     return sum((term.paper for term in terms), Fraction(0))
 
 
 def layer_sort(config: Config, layer: int) -> LayerSort:
-    """Return the sort of a layer."""
     return LayerSort(config.model.kinds[layer], is_in_fp8(config, layer))

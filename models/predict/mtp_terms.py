@@ -1,4 +1,4 @@
-"""Tensors that layers of multi-token prediction keep besides those of a layer.
+"""Tensors that multi-token-prediction (MTP) layers keep besides those that any layer keeps.
 
 inputs [2 s(/t), b, h] --two norms--> [s(/t), b, 2 h] --projection--> a layer --norm--> head
 """
@@ -9,13 +9,13 @@ from triaxis.engine.config.tree import Config
 from triaxis.models.predict.terms import INDEX_BYTES, Sizes, Term
 
 INPUTS = "mtp.inputs"
-"""The module of a layer's first tensor; all else is made of it."""
+"""Module of an MTP layer's first tensor, from which all others are computed."""
 BEHIND_PROJECTION = {"mtp.projection": (INPUTS, "mtp.norms")}
-"""Modules whose tensors are gone when the backward of the projection is, and of the norms before it."""
+"""Modules whose tensors are freed once the backward of the projection and of the norms before it is done."""
 
 
 def joining_terms(config: Config, at: Sizes) -> list[Term]:
-    """List the tensors in front of the layer: embeddings and hidden states, their norms' statistics, the projection's input."""
+    """List the tensors before the layer: embeddings and hidden states, their norms' statistics, the projection's input."""
     nothing, kind = Fraction(0), config.model.norm_kind
     both = 2 * at.w * at.h * at.shard
     number = 2 * (at.w if kind.statistics_dtype == "run" else at.acc) * at.shard
@@ -27,13 +27,13 @@ def joining_terms(config: Config, at: Sizes) -> list[Term]:
 
 
 def deferred_joining(at: Sizes) -> list[Term]:
-    """List what the projection's weight gradient waits with."""
+    """List the tensors held for the projection's deferred weight gradient."""
     nothing, shard = Fraction(0), at.w * at.h * at.shard
     return [Term("mtp.projection", "input", nothing, 2 * shard), Term("mtp.projection", "gradient", nothing, shard)]
 
 
 def embedding_terms(config: Config, at: Sizes) -> list[Term]:
-    """List the tensors of a word embedding."""
+    """List a word embedding's tensors."""
     dropped, whole = at.h * at.shard, at.w * at.h * at.shard
     return [
         Term("embedding", "rows and which are held", Fraction(0), Fraction(INDEX_BYTES + 1)),

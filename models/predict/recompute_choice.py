@@ -1,7 +1,7 @@
-"""The price of recomputing a part of a layer, the memory that it saves, and so the parts that are worth it.
+"""The price of recomputing each part of a layer, the memory that it saves, and the parts that are worth it.
 
-Cost is counted in bytes moved to and from device memory per token, a FLOP being as dear as 1 / FLOPS_PER_BYTE of one. The gain is
-the size of the part's tensors by the formula of `models/predict/activation_memory.py`. For a layer of Llama-3-8B in bf16:
+Cost is counted in bytes moved to and from device memory per token; a FLOP costs 1 / FLOPS_PER_BYTE bytes. The gain is the size of
+the part's tensors by the formula in `models/predict/activation_memory.py`. For a Llama-3-8B layer in bf16:
 
     part         recomputed                                 cost per saved byte
     norm         input of the qkv and up projections        2
@@ -11,7 +11,7 @@ the size of the part's tensors by the formula of `models/predict/activation_memo
     attention    scores and softmax                         hardly a gain where the kernel keeps no scores
     whole layer  all but its input
 
-A GEMM's cost grows with its inner width, an elementwise function's does not: in wide models elementwise ones come first.
+A GEMM's cost grows with its inner width, an elementwise function's does not. So elementwise parts come first in wide models.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ from triaxis.models.predict.layer_terms import block_terms, per_token
 from triaxis.models.predict.terms import Sizes, Term
 
 FLOPS_PER_BYTE = 200
-"""FLOPs of a GEMM in the time of one byte to or from memory: 989e12 x 0.7 / 3.35e12 of an H100, about."""
+"""GEMM FLOPs in the time that one byte takes to or from memory: about 989e12 x 0.7 / 3.35e12 on an H100."""
 
 ATTENTION, MLP = "attention", "mlp"
 """The parts with GEMMs."""
@@ -41,9 +41,9 @@ class Price:
     """The price of recomputing one part of a layer, per token.
 
     Attributes:
-        saved: bytes that are not kept.
+        saved: bytes that are no longer kept.
         moved: bytes read and written to recompute them.
-        flops: of GEMMs.
+        flops: GEMM FLOPs to recompute them.
     """
 
     part: str
@@ -53,12 +53,12 @@ class Price:
 
     @property
     def per_byte(self) -> Fraction:
-        """Return the cost per saved byte."""
+        """Cost per saved byte."""
         return (self.moved + self.flops / FLOPS_PER_BYTE) / self.saved
 
 
 def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
-    """Price the parts that save memory and are legal, the cheapest per byte first.
+    """Price the parts that save memory and are legal, cheapest per byte first.
 
     `mlp` is priced on top of `activation`, which it includes. Inputs that sequence parallelism would gather again are no part.
     """
@@ -73,7 +73,7 @@ def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
 
 
 def part_is_legal(config: Config, part: str) -> bool:
-    """Return whether the rules of the configuration allow to recompute the part alone."""
+    """Whether the configuration's rules allow the part to be recomputed alone."""
     alone = choice_for_layers(config.recompute, granularity="selective", modules=[part])
     subject = Subject(config.model_copy(update={"recompute": alone}), None, None)
     return not any(recomputed_parts_exist(subject))
@@ -81,7 +81,7 @@ def part_is_legal(config: Config, part: str) -> bool:
 
 def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str) -> Fraction:
     if part == "attention":
-        # Recomputing it also changes how its operands are kept, so its gain is a difference.
+        # Recomputing attention also changes how its operands are kept, so its gain is a difference.
         again = choice_for_layers(config.recompute, granularity="selective", modules=["attention"])
         changed = block_terms(config.model_copy(update={"recompute": again}), sizes, usual_layer(config))
         return per_token(kept) - per_token(changed)
@@ -89,20 +89,20 @@ def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str
 
 
 def usual_layer(config: Config) -> int:
-    """Return the number of a layer that stands for all: one with experts where most layers have them."""
+    """Choose the number of a layer that represents all: one with experts if most layers have them."""
     kinds = config.model.kinds
     with_experts = sum(kind.has_experts for kind in kinds)
     return next(layer for layer, kind in enumerate(kinds) if kind.has_experts == (2 * with_experts > len(kinds)))
 
 
 def _activated(config: Config, sizes: ParallelSizes, at: Sizes) -> Fraction:
-    """Return the elements per token that enter the last GEMM of the usual layer."""
+    """Count the elements per token that enter the usual layer's last GEMM."""
     has_experts = config.model.layer_kind(usual_layer(config)).has_experts
     return columns_per_token(config, sizes) if has_experts else at.f
 
 
 def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fraction]:
-    """Return (bytes moved, FLOPs of GEMMs) per token."""
+    """Count (bytes moved, GEMM FLOPs) per token to recompute a part."""
     model, at = config.model, Sizes.of(config, sizes)
     nothing = Fraction(0)
     whole = at.w * at.h * at.shard
@@ -114,13 +114,13 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
         rotary = next((kind.rotary for kind in model.kinds if kind.rotary is not None), None)
         passes = (rotary is not None) + bool(model.qk_norm)
         tables = 0 if rotary is None else 2 * at.acc * rotary.dim
-        # The key that rotates in latent attention is no part of it: it is small and one for all heads.
+        # Latent attention's rotating key is not counted: it is small, and all heads share it.
         return 2 * passes * at.w * (at.q + at.kv * (model.mla is None)) + tables, nothing
     if part == "activation":
         return at.w * (columns + activated), nothing
     if part == "mlp":
         return at.w * (at.h + columns), Fraction(2 * at.h * columns)
-    # Two GEMMs; a causal kernel does half of them. Explicit scores go to memory and back with each operator.
+    # A causal kernel does half the work of the two GEMMs. Explicit scores go to memory and back with each operator.
     gemms, made = 2 * (at.q + at.out) * at.s, made_from_latents(model) * at.heads / model.num_attention_heads * at.c
     if config.kernels.attention != "explicit":
         return at.w * (at.q + at.out + 2 * at.kv), gemms / 2 + 2 * made
@@ -129,7 +129,7 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
 
 
 def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
-    """List the parts in the order of choice, as long as the next saves a byte for less than a whole layer would."""
+    """List the parts in the order of choice, as long as the next part saves a byte for less than a whole layer would."""
     plain = config.model_copy(update={"recompute": choice_for_layers(config.recompute)})
     kept = block_terms(plain, sizes, usual_layer(config))
     at = Sizes.of(config, sizes)
@@ -145,7 +145,7 @@ def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
 
 
 def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
-    """Return the cost per token of a layer's forward."""
+    """Compute the cost per token of a layer's forward."""
     at = Sizes.of(config, sizes)
     work = [_work(config, sizes, part) for part in PARTS]
     # The other GEMMs: qkv, proj, down; and two residual additions of three tensors each.
@@ -156,21 +156,24 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
     if config.model.mla is None:
         flops = 2 * at.h * (2 * at.q + 2 * at.kv + activated)
     else:
-        # What is made from latents of keys is in the price of attention.
+        # Attention's price already includes the products from key latents.
         queries = (config.model.mla.q_lora_rank or at.h) * at.q
         flops = 2 * (at.h * (latents * at.shard + at.out + activated) + queries)
     return moved + sum(moved for moved, _ in work) + (flops + sum(flops for _, flops in work)) / FLOPS_PER_BYTE
 
 
 def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> RecomputeConfig:
-    """Return another choice for the layers; that of the head and of what is gathered stays."""
+    """Build another choice for the layers; the choices for the head and for gathered tensors stay."""
     stays = {name: getattr(recompute, name) for name in ("head_tokens", "gathered_inputs", "gathered_kv")}
     return RecomputeConfig.model_validate({**stays, **choice})
 
 
 def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig]:
-    """Yield the choices of `recompute.granularity = auto` in order: nothing, then ever more parts of every layer, the cheapest
-    first, and at last more and more whole layers of every chunk, the other layers with their parts."""
+    """Yield the choices of `recompute.granularity = auto` in order.
+
+    The first recomputes nothing. The next ones recompute more and more parts of every layer, cheapest first. The last ones
+    recompute more and more whole layers of every chunk, and those parts of the others; deferred weight gradients exclude these.
+    """
     yield choice_for_layers(config.recompute)
     parts = worthwhile_parts(config, sizes)
     for count in range(1, len(parts) + 1):

@@ -1,4 +1,4 @@
-"""A kept tensor as a term, and the widths that terms are made of."""
+"""A kept tensor as a term, and the widths from which terms are computed."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +13,7 @@ INDEX_BYTES = 8
 
 
 def accumulation_bytes(element: int) -> int:
-    """Return the bytes of an element in the accumulation dtype of elements of so many bytes."""
+    """Compute the bytes per element in the accumulation dtype, for a dtype with `element` bytes."""
     return max(4, element)
 
 
@@ -22,11 +22,11 @@ class Term:
     """One kept tensor.
 
     Attributes:
-        module: of the block or chunk that keeps it.
-        paper: bytes per token on this rank in the paper's count; 0 where the paper has no such tensor.
-        ours: bytes per token on this rank with this engine's kernels on the CPU; 0 where nothing is kept.
-        part: of the layer that makes it again if it is recomputed (`recompute.modules`); "" where none does.
-        moves: it goes to the host with its layer.
+        module: name of the module, in a block or chunk, that keeps it.
+        paper: bytes per token on this rank in the paper's count; 0 if the paper has no such tensor.
+        ours: bytes per token on this rank with this engine's kernels on the CPU; 0 if nothing is kept.
+        part: layer part whose recomputation replaces it (`recompute.modules`); "" if there is none.
+        moves: it goes to the host when its layer is offloaded.
     """
 
     module: str
@@ -39,9 +39,16 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Widths on one rank as fractions: w, acc bytes per element (of the run, of accumulation); `shard`: 1/t of the sequence
-    outside of the tensor-parallel region with sequence parallelism, else 1; heads, q, kv, out (attention's output), f: on this
-    rank; c: ranks of a row.
+    """Widths on one rank, as fractions.
+
+    Attributes:
+        w, acc: bytes per element in the run's dtype and in the accumulation dtype.
+        shard: share of the sequence held outside the tensor-parallel region: 1/t with sequence parallelism, else 1.
+        h: hidden size.
+        heads, kv_heads: query heads and key/value heads on this rank.
+        q, kv, out, f: widths on this rank: queries, keys, attention's output, MLP.
+        s, b: sequence length, and sequences per microbatch.
+        c: number of ranks that share a row.
     """
 
     w: int
@@ -82,12 +89,12 @@ class Sizes:
 
 
 def tokens_of_microbatch(config: Config) -> int:
-    """Return the tokens of a microbatch that a rank multiplies."""
+    """Count the tokens that a rank multiplies in a microbatch."""
     return config.train.micro_batch_size * part_length(config)
 
 
 def recomputed_layers(config: Config, stage: StageContents) -> int:
-    """Return the number of a stage's layers that run forward once more, as a whole."""
+    """Count a stage's layers whose whole forward is recomputed."""
     if config.recompute.granularity != "full":
         return 0
     num_layers = len(stage.layers)
@@ -95,7 +102,7 @@ def recomputed_layers(config: Config, stage: StageContents) -> int:
 
 
 def column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:
-    """Count the input of a column-parallel layer. Kept as gathered, it is not what `part` returns and could make again."""
+    """Count a column-parallel layer's input. An input kept as gathered is not `part`'s output, so `part` cannot recompute it."""
     own, gathered = at.w * at.h * at.shard, Fraction(at.w * at.h)
     if config.recompute.gathered_inputs == "keep" and own != gathered:
         return Term(module, "input", own, gathered)

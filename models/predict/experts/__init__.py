@@ -1,1 +1,1 @@
-"""Bytes of layers with experts: on the wire, and in memory."""
+"""Bytes that expert layers take, on the wire and in memory."""

@@ -1,6 +1,6 @@
-"""What a layer keeps in place of an MLP where it has experts, counted from the configuration alone.
+"""Tensors that an expert layer keeps in place of a dense MLP's, counted from the configuration alone.
 
-A rank has T = b s / (c t) tokens of a microbatch, of k experts each, and its experts get R rows. An expert is f wide on a rank
+A rank has T = b s / (c t) tokens per microbatch, each with k experts, and its experts get R rows. An expert is f wide on a rank
 (`ffn_hidden_size` / etp) and has g f columns before its activation (g = 2 if it is gated); shared experts are f_s wide. An element
 has w bytes in the run's dtype, and a in the accumulation dtype:
 
@@ -9,8 +9,8 @@ has w bytes in the run's dtype, and a in the accumulation dtype:
     experts     rows R h w, gate and up R g f w, activated R f w, weights R a
     shared      gate and up, and activated, of an MLP of width f_s; its input is the router's
 
-Without sequence parallelism a rank copies its tokens out of the sequence, and the shared experts keep the whole of it. A layer that
-is recomputed keeps its choice, and the fractions. The ends of experts' rows, 4 bytes an expert, are not counted.
+If sequence parallelism is off, a rank copies its tokens out of the sequence, and the shared experts keep the whole sequence. A
+recomputed layer keeps its choice and the fractions. The end of each expert's rows, 4 bytes, is not counted.
 
 R follows from the routing:
 
@@ -27,20 +27,20 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.terms import INDEX_BYTES, Sizes, Term, column_input
 
 BALANCED = Fraction(1)
-"""The load of a rank whose experts get as many rows as any other rank's."""
+"""Load of a rank whose experts get as many rows as any other rank's."""
 
 NOTHING = Fraction(0)
 
 
 def worst_load(config: Config, sizes: ParallelSizes) -> Fraction:
-    """Return the largest load that a routing can give a rank."""
+    """Compute the largest load that a routing can give a rank."""
     moe, tokens = config.model.moe, local_tokens(config)
     assert moe is not None, "a model with experts says which"
     return Fraction(worst_rows(moe, tokens, sizes.ep, sizes.etp), sizes.etp * moe.top_k * tokens)
 
 
 def rows_per_token(config: Config, sizes: ParallelSizes, load: Fraction = BALANCED) -> Fraction:
-    """Return the rows R of a rank's experts over the b s / c tokens of its microbatch."""
+    """Divide the rows R that a rank's experts get by its microbatch's b s / c tokens."""
     moe, tokens = _moe(config), local_tokens(config)
     if dispatch_of(config) == "all_gather":
         rows = Fraction(buffer_rows(moe, tokens, sizes.ep, sizes.etp))
@@ -50,14 +50,14 @@ def rows_per_token(config: Config, sizes: ParallelSizes, load: Fraction = BALANC
 
 
 def columns_per_token(config: Config, sizes: ParallelSizes, load: Fraction = BALANCED) -> Fraction:
-    """Return the activated elements per token: of the rank's experts, and of the shared ones."""
+    """Count the activated elements per token, in the rank's experts and the shared ones."""
     moe = _moe(config)
     routed = rows_per_token(config, sizes, load) * moe.ffn_hidden_size / sizes.etp
     return routed + Fraction(moe.shared_size, sizes.tp)
 
 
 def expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction) -> list[Term]:
-    """List what is kept between the norm before a layer's experts and the sum with the residual stream."""
+    """List the tensors kept between the norm before a layer's experts and the residual addition."""
     model, moe, t = config.model, _moe(config), sizes.tp
     part = "norm" if model.norms_before else ""
     rows = rows_per_token(config, sizes, load)
@@ -87,7 +87,7 @@ def expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction
 
 
 def _inputs(config: Config, at: Sizes, sizes: ParallelSizes, part: str) -> list[Term]:
-    """List the tokens that the router keeps, and the input of the shared experts where that is another tensor."""
+    """List the tokens that the router keeps, and the shared experts' input if that is another tensor."""
     shared = column_input(config, at, "mlp.shared.up", part)
     if sizes.tp > 1 and not config.parallel.sequence_parallel:
         own = Term("mlp.router", "input", NOTHING, Fraction(at.w * at.h, sizes.tp))
@@ -95,12 +95,12 @@ def _inputs(config: Config, at: Sizes, sizes: ParallelSizes, part: str) -> list[
     tokens = Term("mlp.router", "input", NOTHING, at.w * at.h * at.shard, part)
     if not _moe(config).shared_size:
         return [tokens]
-    # One tensor, but where the shared experts keep it as gathered.
+    # Both are one tensor, unless the shared experts keep it as gathered.
     return [tokens, shared] if shared.ours != tokens.ours else [shared]
 
 
 def choice_terms(config: Config, at: Sizes, sizes: ParallelSizes) -> list[Term]:
-    """List what the router's choice is, which a recomputed layer keeps as well."""
+    """List the tensors of the router's choice, which a recomputed layer keeps as well."""
     moe = _moe(config)
     fractions = Fraction(at.acc * moe.num_experts * at.c, at.s) if moe.balance.sequence_loss else NOTHING
     return [
@@ -110,7 +110,7 @@ def choice_terms(config: Config, at: Sizes, sizes: ParallelSizes) -> list[Term]:
 
 
 def deferred_expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction) -> list[Term]:
-    """List what the weight gradients of experts wait with. The rows that enter `down` are multiplied by their weights again."""
+    """List the tensors held for experts' deferred weight gradients. The input of `down` is multiplied by its weights again."""
     model, moe = config.model, _moe(config)
     rows, inputs = rows_per_token(config, sizes, load), model.activation_kind.num_inputs
     f = Fraction(moe.ffn_hidden_size, sizes.etp)
@@ -137,7 +137,7 @@ BACKWARD: Mapping[str, tuple[str, ...]] = {
     "mlp.shared.down": ("mlp.shared",),
     "mlp.shared.up": ("mlp.router", "mlp_norm"),
 }
-"""Modules whose weight gradients wait, from the last on, and those that keep nothing more by the next one."""
+"""Modules with deferred weight gradients, last first, each with the modules whose tensors are freed before the next one."""
 
 
 def _moe(config: Config) -> MoEConfig:

@@ -1,8 +1,8 @@
-"""Memory that experts hold at work, beside what their layer keeps, counted from the configuration alone.
+"""Memory that running experts hold beside what their layer keeps, counted from the configuration alone.
 
-There are k times as many rows as tokens, so copies of rows are the largest tensors of a layer. A rank has T tokens of a microbatch,
-of which etp k T rows leave it. Its experts get R rows, and e etp ranks share them; the other letters are those of
-`triaxis.models.predict.experts.memory`. The most is held at one of these moments:
+There are k times as many rows as tokens, so row copies are a layer's largest tensors. A rank has T tokens per microbatch and sends
+etp k T rows. Its experts get R rows, and e etp ranks share a set of experts. `triaxis.models.predict.experts.memory` defines the
+other letters. The peak falls on one of these moments:
 
     forward, all_to_all      outputs are put in the order of receipt     2 R h w
                              and return                                  (R + etp k T) h w
@@ -14,11 +14,11 @@ of which etp k T rows leave it. Its experts get R rows, and e etp ranks share th
     backward                 of the second projection                    R (h w + f (2 w + a) + a), if a > w
                                                                          R (h w + 2 f w + a), if a = w
 
-Where weight gradients wait, the last has R f w more. All the time there are, in a forward, the output of the shared experts and the
-weights T k a; in a backward, the gradient of the layer's output, and inner and activated values that are made again.
+With deferred weight gradients the last line grows by R f w. Some tensors exist all the time. In a forward these are the shared
+experts' output and the weights T k a. In a backward they are the output gradient, and recomputed inner and activated values.
 
-Not counted are operators of other layers, whose tensors are small beside what a layer keeps, and the result of a weight gradient's
-GEMM. Elementwise functions count operator by operator; compiled ones make no wide copies.
+Not counted: other layers' operators, whose tensors are small beside what a layer keeps, and the result of a weight-gradient GEMM.
+Elementwise functions count operator by operator; compiled ones make no wide copies.
 """
 
 from fractions import Fraction
@@ -33,7 +33,7 @@ NOTHING = Fraction(0)
 
 
 def temporaries(config: Config, sizes: ParallelSizes, load: Fraction) -> tuple[Fraction, Fraction]:
-    """Return the most bytes per token that experts at work hold beside what their layer keeps: in its forward, in its backward."""
+    """Count the peak bytes per token that running experts hold beside what their layer keeps: (forward, backward)."""
     at, moe = Sizes.of(config, sizes), config.model.moe
     assert moe is not None, "a model with experts says which"
     rows, tokens = rows_per_token(config, sizes, load), Fraction(1, sizes.tp)
@@ -52,7 +52,7 @@ def temporaries(config: Config, sizes: ParallelSizes, load: Fraction) -> tuple[F
     second = rows * (token + f * (2 * at.w + wide + waiting) + at.acc)
     again = [term for term in expert_terms(config, at, sizes, load) if _is_made_again(config, term)]
     backward = max(arriving, second + sum(term.ours for term in again))
-    # Without sequence parallelism a rank's tokens are cut out of the layer's input, and so are their gradients.
+    # If sequence parallelism is off, a rank slices its tokens from the layer's input, and likewise their gradients.
     cut = NOTHING if at.shard == tokens else tokens
     forward = max(forward, (at.shard + cut) * token if cut else NOTHING) + tokens * moe.top_k * at.acc
     forward += at.shard * token if moe.shared_size else NOTHING

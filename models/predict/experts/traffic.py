@@ -1,7 +1,7 @@
-"""Calls and bytes of one layer with experts in a training step, counted from the configuration alone.
+"""Calls and bytes that one expert layer sends in a training step, counted from the configuration alone.
 
-This is a part of the expected side of the ledger (`models/predict/traffic.py`), written without looking at the engine. A rank has
-T = b s / (c t) tokens, of k experts each out of E, and n = e x etp ranks share a set of experts. An element has w bytes in the
+The ledger's expected side includes it (`models/predict/traffic.py`), and it is written without looking at the engine. A rank has
+T = b s / (c t) tokens, each with k out of E experts, and n = e x etp ranks share a set of experts. An element has w bytes in the
 run's dtype, and a in the accumulation dtype. Per microbatch:
 
     all_gather   forward    gathers of [T, k] int64, [T, h] w and [T, k] a; a reduce-scatter of [n T, h] w
@@ -11,9 +11,9 @@ run's dtype, and a in the accumulation dtype. Per microbatch:
     sequence loss           a sum of [b, E] a over the cp x tp ranks of a sample
     no SP, t > 1            a gather of [T, h] w over tp forward, and one backward: layers with experts cut the tokens
 
-Recomputing the layer repeats what its forward sends; the choice of experts is remembered, and so are the fractions of the loss.
+Recomputing the layer repeats what its forward sends. The expert choice and the loss's fractions are remembered.
 
-S and R follow from the choices. Where all experts get equally many, S = R = etp k T (n - 1) / n.
+S and R follow from the choices. If all experts get equally many rows, S = R = etp k T (n - 1) / n.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,18 +27,18 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.terms import tokens_of_microbatch
 
 Choices = Mapping[int, Sequence[Sequence[int]]]
-"""Of each layer with experts, by its number: for each rank that shares the experts, how often its tokens chose each of the E."""
+"""Expert choices by layer number: for each rank that shares the experts, how often its tokens chose each of the E."""
 
 INDEX_BYTES = 8
 FORWARD, BACKWARD, COUNTS, CHOICE = (f"{EXPERTS} {name}" for name in ("forward", "backward", "counts", "choice"))
 FRACTIONS = "fractions"
 TOKENS = "tokens"
-"""Of what a layer without sequence parallelism gathers over tp, because it has cut the tokens."""
+"""Purpose of an expert layer's gathers over tp, where it has sliced the tokens because sequence parallelism is off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Equal calls, and the bytes of each as the ledger counts them."""
+    """Equal calls, and the bytes that the ledger counts for each."""
 
     axis: str
     purpose: str
@@ -48,7 +48,7 @@ class Calls:
 
 
 class Passes(NamedTuple):
-    """Microbatches of a step that go through a layer: forward, back, and forward once more in its backward."""
+    """How many of a step's microbatches go through a layer: forward, backward, and forward again in its backward."""
 
     forward: int
     backward: int
@@ -56,15 +56,15 @@ class Passes(NamedTuple):
 
 
 ONCE = Passes(1, 1, 0)
-"""A microbatch, forward and back."""
+"""One microbatch, forward and backward."""
 
 
 def expert_calls(config: Config, sizes: ParallelSizes, passes: Passes, element: int) -> Iterator[Calls]:
-    """Yield the calls of one layer in a step whose sizes do not depend on the choices.
+    """Yield one layer's calls in a step, as far as their sizes do not depend on the choices.
 
     Args:
-        passes: of the layer.
-        element: bytes of an element of the run's dtype.
+        passes: the layer's passes in the step.
+        element: bytes per element in the run's dtype.
     """
     at = _Sizes.of(config, sizes, element)
     moe, num_ranks = at.moe, sizes.ep * sizes.etp
@@ -95,16 +95,16 @@ def row_calls(
     passes: Passes,
     element: int,
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (purpose, calls, bytes to other ranks in all of them) of what one layer with all_to_all sends in a step.
+    """Yield (purpose, calls, bytes to other ranks in all of them) for one layer with all_to_all in a step.
 
     Args:
-        member: place of the rank among those that share its experts.
-        chosen: how often the tokens of each member chose each expert in the whole step; None: equally often.
-        passes, element: as of `expert_calls`.
+        member: the rank's place among the ranks that share its experts.
+        chosen: counts in the whole step, by member and expert, of tokens that chose the expert; None: all equal.
+        passes, element: the same as in `expert_calls`.
     """
     at = _Sizes.of(config, sizes, element)
     sent, received = rows_between(at.moe, sizes, member, chosen, passes.forward * at.tokens)
-    # The choice of a microbatch is the same in all of its passes.
+    # A microbatch's choice is the same in all its passes.
     times, times_back = (count // passes.forward for count in (passes.forward + passes.again, passes.backward))
     there, back = sent * (at.row + at.wide) + received * at.row, sent * at.row + received * (at.row + at.wide)
     yield FORWARD, 3 * passes.forward * times, there * times
@@ -112,7 +112,7 @@ def row_calls(
 
 
 class _Sizes(NamedTuple):
-    """Tokens of one rank in a microbatch, bytes of the row of one, and of an element of the accumulation dtype."""
+    """A rank's tokens in a microbatch, the bytes of a token's row, and the bytes per element in the accumulation dtype."""
 
     moe: MoEConfig
     tokens: int
@@ -130,9 +130,9 @@ class _Sizes(NamedTuple):
 def rows_between(
     moe: MoEConfig, sizes: ParallelSizes, member: int, chosen: Sequence[Sequence[int]] | None, tokens: int
 ) -> tuple[int, int]:
-    """Return the rows that a rank sends to other ranks for `tokens` of its tokens, and those that it gets from them.
+    """Count the rows that a rank exchanges with other ranks for `tokens` of its tokens: (sent, received).
 
-    Arguments otherwise as of `row_calls`; each expert is on etp ranks, which all get its rows.
+    The other arguments are the same as in `row_calls`. Each expert is on etp ranks, which all get its rows.
     """
     num_ranks = sizes.ep * sizes.etp
     if chosen is None:

@@ -1,1 +1,1 @@
-"""Seconds of a training step on a given cluster, from counted facts and measured rates."""
+"""Seconds that a training step takes on a given cluster, from counted facts and measured rates."""

@@ -17,12 +17,12 @@ class Cluster:
     """Equal nodes of equal devices.
 
     Attributes:
-        device: name of a shipped device, or the path of a device's file.
-        nvlink_gb_per_s: of one device inside its node, 10^9 bytes per second and direction.
-        network_gb_per_s: of one device's share of its node's network, per direction.
-        network_latency_us: of a message between nodes.
-        oversubscription: of the network: 2.0 halves what all nodes can send at once.
-        price_per_gpu_hour: in any currency.
+        device: name of a shipped device, or path to a device file.
+        nvlink_gb_per_s: one device's bandwidth inside its node, in 10^9 bytes per second and direction.
+        network_gb_per_s: one device's share of its node's network, in 10^9 bytes per second and direction.
+        network_latency_us: latency between nodes, in microseconds per message.
+        oversubscription: network oversubscription; 2.0 halves what all nodes can send at once.
+        price_per_gpu_hour: price in any currency.
     """
 
     device: str
@@ -42,13 +42,13 @@ class Cluster:
         """Read the device's file.
 
         Raises:
-            ConfigError: as `load_device`.
+            ConfigError: the same cases as `load_device`.
         """
         return load_device(self.device)
 
 
 # Links per device and direction: data sheets of DGX A100 (600 GB/s both ways, 200 Gbit/s a GPU) and DGX H100 (900, 400).
-# The price is an example, to be replaced by one's own.
+# The price is an example; replace it with your own.
 _LINKS = {"A100": (300.0, 25.0, 1.5), "H100": (450.0, 50.0, 2.5), "H200": (450.0, 50.0, 3.0)}
 
 
@@ -57,14 +57,14 @@ _TORCH_NAMES = {
     "NVIDIA H100 80GB HBM3": "H100-SXM-80GB",
     "NVIDIA H200": "H200-SXM-141GB",
 }
-"""Files of devices by the names that `torch.cuda.get_device_name` returns; a PCIe card is another device."""
+"""Device files by the name that `torch.cuda.get_device_name` returns; a PCIe card is another device."""
 
 
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file.
 
     Raises:
-        ConfigError: a key is missing or unknown, or a value is no positive number.
+        ConfigError: the file cannot be read, a key is missing or unknown, or a value is not a positive number.
     """
     try:
         values = read_yaml(read_regular(Path(path)).decode())
@@ -96,19 +96,19 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def cluster_at(text: str) -> Cluster:
-    """Return the cluster of a file (.yaml), or the usual one of a number of devices such as `64xH100`.
+    """Read a cluster file (.yaml), or build the usual cluster for a number of devices such as `64xH100`.
 
     Raises:
-        ConfigError: as `load_cluster` and `cluster_of`.
+        ConfigError: the same cases as `load_cluster` and `cluster_of`.
     """
     return load_cluster(text) if text.endswith(".yaml") else cluster_of(text)
 
 
 def cluster_of_devices(torch_name: str, nodes: int, gpus_per_node: int) -> Cluster | None:
-    """Return nodes of such devices with their usual links; None for a device without a file.
+    """Build nodes with such devices and their usual links; None for a device without a file.
 
     Args:
-        torch_name: as `torch.cuda.get_device_name` says.
+        torch_name: device name from `torch.cuda.get_device_name`.
         nodes, gpus_per_node: at least 1.
     """
     name = _TORCH_NAMES.get(torch_name)
@@ -116,10 +116,10 @@ def cluster_of_devices(torch_name: str, nodes: int, gpus_per_node: int) -> Clust
 
 
 def cluster_of(text: str) -> Cluster:
-    """Return the usual cluster of a number of devices, such as `64xH100` or `8xa100-sxm-80gb`, in letters of any case.
+    """Build the usual cluster for a number of devices, such as `64xH100` or `8xa100-sxm-80gb`; case does not matter.
 
     Raises:
-        ConfigError: the text has no such form, names no device, or the devices fill no whole nodes of 8.
+        ConfigError: the text has another form, names no known device, or the devices do not fill nodes of 8.
     """
     match = re.fullmatch(r"(\d+)(?:x(.+))?", text, re.IGNORECASE)
     if match is None or int(match[1]) < 1:
@@ -135,7 +135,7 @@ def cluster_of(text: str) -> Cluster:
     per_node = min(count, GPUS_PER_NODE)
     if count % per_node:
         raise ConfigError([f"{count} devices do not fill nodes of {per_node}: write a cluster file."], "--gpus")
-    # The plain model stands for the device with the usual memory, which is the shortest name.
+    # A plain model such as H100 means the device with the usual memory: 80 GB, else the shortest name.
     family = _family(names[0])
     name = min(names, key=lambda name: (name != f"{family}-SXM-80GB", len(name)))
     nvlink, network, price = _LINKS[family]
@@ -152,7 +152,7 @@ def _with_links() -> list[str]:
 
 
 def _forms(count: str) -> str:
-    """Return what may be written for so many devices."""
+    """Describe what may be written for so many devices."""
     known = _with_links()
     if not known:
         return f"{NO_DEVICES} Give the path of a cluster's file, whose device is the path of such a file."

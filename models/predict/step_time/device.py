@@ -2,9 +2,9 @@
 
     a GEMM    peak x best tile x k / (k + fill) x what the measured rows reach of that, read off at its FLOPs
 
-A grid of tiles runs in waves of one tile per processor, and the last wave is seldom full. The kernel library is taken to choose
-the tile with which the product ends soonest. What rows reach beyond these two effects (power, clocks) is interpolated over log2 of
-the FLOPs, and constant outside the table.
+Tiles run in waves with one tile per processor, and the last wave is seldom full. The kernel library is assumed to choose the tile
+that finishes the product soonest. Other effects in the rows (power, clocks) are interpolated over log2 FLOPs, and constant outside
+the table.
 """
 
 import hashlib
@@ -22,18 +22,18 @@ from triaxis.engine.program import ROOT
 from triaxis.engine.storage.state_files import read_regular
 
 DEVICES = Path("configs/devices")
-"""Where devices without a path are looked for."""
+"""Folder that is searched for devices given by name."""
 
 NO_DEVICES = f"This installation has no {DEVICES}; `triaxis bench --device` writes the file of a device."
 
 Pass = Literal["forward", "backward"]
 
 KERNELS = ("fa1_triton", "fa2", "cudnn", "fa3")
-"""Fused attention kernels, the oldest first."""
+"""Fused attention kernels, oldest first."""
 
 
 class GemmRow(NamedTuple):
-    """A measured product of [m, k] and [k, n]."""
+    """A measured product [m, k] x [k, n]."""
 
     m: int
     n: int
@@ -44,7 +44,7 @@ class GemmRow(NamedTuple):
 
 
 class AttentionRow(NamedTuple):
-    """A measured causal attention kernel; FLOPs count the causal half, and a backward 2.5 forwards."""
+    """A measured causal attention kernel; FLOPs count the causal half, and a backward counts 2.5 forwards."""
 
     kernel: str
     direction: Pass
@@ -55,7 +55,7 @@ class AttentionRow(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A block of a product that one processor computes, and its share of the best tile's rate."""
+    """A block that one processor computes in a product, and its share of the best tile's rate."""
 
     height: int
     width: int
@@ -64,20 +64,20 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU (or CPU), and what it reaches.
+    """One GPU (or CPU), and the rates that it reaches.
 
     Attributes:
-        memory_gb: in 10^9 bytes.
-        memory_gb_per_s: of its data sheet; streams reach `streaming_share` of it.
-        peak_tflops: dense, by dtype.
+        memory_gb: memory size in 10^9 bytes.
+        memory_gb_per_s: data-sheet bandwidth, 10^9 bytes per second; streams reach `streaming_share` of it.
+        peak_tflops: dense peak rate in TFLOP/s, by dtype.
         processors: tiles that run side by side.
-        launch_us: from the end of a kernel to the work of the next one.
-        host_us: of the host per kernel, where the host is not ahead of the device.
+        launch_us: microseconds between a kernel's end and the next one's work.
+        host_us: the host's microseconds per kernel, if the host is not ahead of the device.
         collective_share: part of a link's bandwidth that collectives reach.
-        collective_us: of a collective of a few bytes inside a node.
-        collective_processors: that a collective takes from the kernels beside it.
-        sustained_share: of measured rates, what a device under constant load keeps at its power limit.
-        fill_k: the inner size at which half of a bf16 tile's time is spent filling its pipeline.
+        collective_us: microseconds that a collective with few bytes takes inside a node.
+        collective_processors: processors that a collective takes from the kernels beside it.
+        sustained_share: share of measured rates that a device under constant load keeps at its power limit.
+        fill_k: inner size at which filling the pipeline takes half of a bf16 tile's time.
         digest: first digits of the file's SHA-256.
     """
 
@@ -101,25 +101,32 @@ class Device:
 
     @property
     def stream_bytes_per_s(self) -> float:
-        """Return the bytes per second that a kernel reads and writes in large tensors."""
+        """Bytes per second that a kernel reads and writes in large tensors."""
         return self.memory_gb_per_s * 1e9 * self.streaming_share
 
     @property
     def taken_share(self) -> float:
-        """Return the share of a kernel's rate that a collective beside it takes."""
+        """Share of a kernel's rate that a collective beside it takes."""
         return min(1.0, self.collective_processors / self.processors)
 
     def beyond(self, seconds: float, beside: float) -> float:
-        """Return what a collective of so many seconds adds to kernels that run beside it.
+        """Seconds that a collective adds to kernels that run beside it.
 
-        What is longer than they are is exposed, and while it runs they have fewer processors.
+        The part that outlasts the kernels is exposed, and while both run the kernels have fewer processors.
+
+        Args:
+            seconds: the collective's own seconds.
+            beside: the kernels' seconds.
         """
         return max(0.0, seconds - beside) + min(seconds, beside) * self.taken_share
 
     def gemm_seconds(self, m: float, n: float, k: float, dtype: str = "bf16", count: int = 1) -> float:
-        """Return the seconds of `count` products [m, k] x [k, n] in one kernel, without its launch.
+        """Seconds for `count` products [m, k] x [k, n] in one kernel, without its launch.
 
-        Never less than its operands take in memory: 2 bytes an element, 1 of fp8 operands.
+        The memory traffic is a lower bound: 2 bytes per element, 1 for fp8 operands.
+
+        Raises:
+            ConfigError: the device has no rate for the dtype.
         """
         flops = 2.0 * m * n * k * count
         wide = 1 if dtype == "fp8" else 2
@@ -129,13 +136,14 @@ class Device:
         return max(flops / rate, traffic / self.stream_bytes_per_s)
 
     def gemm_tflops(self, m: float, n: float, k: float, dtype: str = "bf16") -> float:
-        """Return the rate of a product in TFLOP/s."""
+        """Compute a product's rate in TFLOP/s."""
         return 2e-12 * m * n * k / self.gemm_seconds(m, n, k, dtype)
 
     def attention_tflops(self, kernel: str, direction: Pass, head: int, seq: float) -> float:
-        """Return the rate of causal attention over `seq` tokens, of the kernel or, where it has no row, of the newest older one.
+        """Look up causal attention's rate over `seq` tokens, in TFLOP/s.
 
-        The nearest head size counts; the rate is interpolated over log2 of the length.
+        A kernel without rows takes those of the newest older one. The nearest head size counts, and the rate is interpolated
+        over log2 of the length.
         """
         rows = [row for row in self.attention if row.direction == direction]
         if not rows:
@@ -162,7 +170,7 @@ class Device:
             / (_waves(tile, m, n, count, self.processors) * self.processors * tile.height * tile.width)
             for tile in self.tiles
         )
-        # Filling takes as long whatever the dtype: an fp8 tile is through twice as large an inner size meanwhile.
+        # Filling takes the same time in every dtype; an fp8 tile gets through twice the inner size meanwhile.
         fill = self.fill_k * self.peak_tflops[dtype] / self.peak_tflops.get("bf16", self.peak_tflops[dtype])
         return self.peak_tflops[dtype] * 1e12 * best * k / (k + fill)
 
@@ -174,7 +182,7 @@ class Device:
 
     @cached_property
     def _reached_points(self) -> dict[str, list[tuple[float, float]]]:
-        """Return, by dtype, (log2 FLOPs, measured rate over quantised peak); rows of equal FLOPs are averaged."""
+        """Points (log2 FLOPs, measured rate over quantised peak) by dtype; rows with equal FLOPs are averaged."""
         found: dict[str, dict[float, list[float]]] = {}
         for row in self.gemm:
             ratio = row.tflops * 1e12 / self._quantised_peak(row.m, row.n, row.k, row.dtype)
@@ -191,7 +199,7 @@ def _waves(tile: Tile, m: float, n: float, count: int, processors: int) -> int:
 
 
 def _nearest_kernel(rows: Sequence[AttentionRow], kernel: str) -> str:
-    """Return the kernel if it has rows, else the newest older one; where none of these has rows, the slowest."""
+    """Choose the kernel if it has rows, else the newest older one with rows, else the slowest."""
     largest: dict[str, float] = {}
     for row in rows:
         largest[row.kernel] = max(row.tflops, largest.get(row.kernel, 0.0))
@@ -200,7 +208,7 @@ def _nearest_kernel(rows: Sequence[AttentionRow], kernel: str) -> str:
 
 
 def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Return the value at a place between sorted points; the nearest one's outside of them."""
+    """Interpolate between sorted points; outside them, take the nearest point's value."""
     if at <= points[0][0]:
         return points[0][1]
     for (left, low), (right, high) in pairwise(points):

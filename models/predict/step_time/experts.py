@@ -1,13 +1,13 @@
-"""Counted work of a layer's routed experts on a microbatch, and what dispatch sends for it.
+"""Work of a layer's routed experts on a microbatch, and the traffic that dispatch adds.
 
-A rank has T = b s / (c t) tokens of k experts each, and R rows of its E / e experts, f = ffn_hidden_size / etp wide on it:
+A rank has T = b s / (c t) tokens, each with k experts. Its E / e experts get R rows and are f = ffn_hidden_size / etp wide there:
 
-    router    [T, h] x [h, E] in the accumulation dtype; where the device's file has no rate for it, at the run's, which is too fast
+    router    [T, h] x [h, E] in the accumulation dtype; if the device's file has no rate for it, at the run's, which is too fast
     experts   E / e products of [R e / E, h] x [h, (1 or 2) f], and of [R e / E, f] x [f, h]: R = load x etp k T
     memory    rows are copied from tokens and added to them; an all_gather's buffer has a fixed number of rows, used or not
     wires     as in `models/predict/experts/traffic.py`; nothing is assumed to run beside them
 
-`load` is the imbalance of the slowest rank's experts: its rows over the mean, 1 where all ranks have as many.
+`load` is the slowest rank's expert imbalance: its rows over the mean, 1 if all ranks have equally many.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from triaxis.models.predict.traffic import wire_bytes
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemm:
-    """`count` products [m, k] x [k, n] of the forward in one call."""
+    """A forward call with `count` products [m, k] x [k, n]."""
 
     m: float
     n: int
@@ -38,15 +38,15 @@ class GroupedGemm:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWork:
-    """The work of the routed experts of one layer.
+    """Work of one layer's routed experts.
 
     Attributes:
-        router: its product.
-        up, down: products of all local experts.
-        moved_bytes: read and written in a forward besides the products; a backward moves twice as many.
-        activated_bytes: of these, those of the activation, which recomputation repeats.
-        forward, backward: on the wires between the ranks that share experts.
-        cut: on the wires over tp in each pass, where tokens are cut without sequence parallelism.
+        router: the router's product.
+        up, down: all local experts' products.
+        moved_bytes: bytes that a forward reads and writes besides the products; a backward moves twice as many.
+        activated_bytes: the activation's part of `moved_bytes`, which recomputation repeats.
+        forward, backward: traffic between the ranks that share experts.
+        cut: traffic over tp in each pass; without sequence parallelism the layer slices the tokens.
     """
 
     router: GroupedGemm
@@ -60,7 +60,7 @@ class ExpertWork:
 
 
 def expert_work(config: Config, sizes: ParallelSizes, load: float) -> ExpertWork:
-    """Count the work of a layer with experts."""
+    """Count an expert layer's routed work."""
     model, moe = config.model, config.model.moe
     assert moe is not None, "a model with experts says which"
     w = BYTES_PER_ELEMENT[config.precision.dtype]
@@ -71,10 +71,10 @@ def expert_work(config: Config, sizes: ParallelSizes, load: float) -> ExpertWork
         copied: float = buffer_rows(moe, tokens, sizes.ep, sizes.etp)
         sums = sizes.expert_ranks * tokens
     else:
-        # Into the order of sending, and into that of the experts.
+        # Rows are copied into send order, and into expert order.
         copied, sums = 2 * rows, tokens
     activated = w * (inputs + 1) * f * rows
-    # Rows are read and written, each way; sums of outputs are read and written in the accumulation dtype; logits are read thrice.
+    # Rows are read and written each way, output sums too in the accumulation dtype. Logits are read three times.
     moved = 2 * w * copied * h + wide * (copied + 2 * sums) * h + activated + 2 * w * f * rows
     moved += 3 * wide * tokens * moe.num_experts
     calls = list(expert_calls(config, sizes, ONCE, w))
@@ -98,7 +98,7 @@ def expert_work(config: Config, sizes: ParallelSizes, load: float) -> ExpertWork
 
 
 def _wire(calls: Iterable[Calls], size: int) -> Wire:
-    """Add up calls on an axis of so many ranks."""
+    """Add up the calls on an axis with `size` ranks."""
     total = Wire()
     for call in calls if size > 1 else ():
         total += Wire(call.calls * wire_bytes(call.op, size, call.num_bytes), call.calls)

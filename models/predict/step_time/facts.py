@@ -1,4 +1,4 @@
-"""Counted work of a microbatch on one rank: products, attention, bytes through memory and over links.
+"""A microbatch's work on one rank, counted: products, attention, bytes through memory and over links.
 
 Per layer, with T = b s / c tokens, t tensor-parallel ranks, q = heads x head size, g = key/value heads x head size, f MLP width:
 
@@ -7,12 +7,13 @@ Per layer, with T = b s / c tokens, t tensor-parallel ranks, q = heads x head si
     up       [T, h] x [h, (1 or 2) f / t]         weight gradient    ... with m and k exchanged, added to the main grads
     down     [T, f / t] x [f / t, h]
 
-Latent attention has in place of qkv, with T' = T / t with sequence parallelism and latents r_q and r (`engine/config/mla.py`):
+Latent attention replaces qkv by three products, with T' = T / t under sequence parallelism and latents r_q and r
+(`engine/config/mla.py`):
 
     down     [T', h] x [h, r_q + r + dr]          kv_up    [c T, r] x [r, a (dn + dv) / t]
     q_up     [T, r_q] x [r_q, a (dn + dr) / t]
 
-A tensor that a kernel reads or writes counts its bytes; GEMMs and fused attention count in their rates.
+Each tensor that a kernel reads or writes counts its bytes. The rates of GEMMs and fused attention already include theirs.
 """
 
 from collections.abc import Iterable
@@ -35,10 +36,10 @@ from triaxis.models.specs import StageContents, layer_specs, stage_specs
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A product [m, k] x [k, n] of the forward.
+    """A forward product [m, k] x [k, n].
 
     Attributes:
-        column: its input is gathered over tp, its weight is cut by columns.
+        column: the input is gathered over tp, and the weight is cut by columns.
     """
 
     m: int
@@ -53,7 +54,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Unfused:
-    """Attention as batched products: `count` of [rows, keys], with the softmax between them in memory."""
+    """Attention as batched products: `count` score matrices [rows, keys], with the softmax between the products in memory."""
 
     count: int
     rows: int
@@ -67,20 +68,20 @@ class Unfused:
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """The work of one layer on a microbatch.
+    """One layer's work on a microbatch.
 
     Attributes:
-        gemms: of the forward.
-        core_flops: of attention's forward, on this rank.
-        unfused: how attention runs without a fused kernel; None: with one.
-        forward_bytes, backward_bytes: read and written by elementwise kernels.
-        again_bytes, again_gemms: of what selective recomputation makes again, without attention.
-        core_again: attention's forward is made again.
-        experts: the work of routed experts; None: the layer has none.
-        branches: share of a dense layer's two branches over tp; experts alone are none.
-        head_size, keys_length: by which attention's rate is looked up.
-        more: seconds of the GEMMs with an extension's parts over ours; they run at the rate of ours.
-        sent: what these parts send over tp more than ours.
+        gemms: the forward's products.
+        core_flops: FLOPs of attention's forward on this rank.
+        unfused: attention's products without a fused kernel; None: it has one.
+        forward_bytes, backward_bytes: bytes that elementwise kernels read and write.
+        again_bytes, again_gemms: work that selective recomputation repeats, without attention.
+        core_again: attention's forward is recomputed.
+        experts: the routed experts' work; None: the layer has none.
+        branches: share of a dense layer's two branches that communicate over tp; routed experts alone do not count.
+        head_size, keys_length: head size and key length that select attention's rate.
+        more: GEMM seconds with an extension's parts over ours alone; its parts run at our GEMMs' rate.
+        sent: extra traffic that these parts send over tp.
     """
 
     gemms: tuple[Gemm, ...]
@@ -100,14 +101,15 @@ class LayerWork:
 
 
 def element_bytes(config: Config) -> int:
-    """Return the bytes of an element of the run's dtype."""
+    """Look up the bytes per element in the run's dtype."""
     return BYTES_PER_ELEMENT[config.precision.dtype]
 
 
 def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> tuple[Gemm, ...]:
-    """Return the products of a layer's forward: those before attention, then proj, up and down.
+    """List the products in a layer's forward: those before attention, then proj, up and down.
 
-    Of experts, the shared ones have up and down; a layer without any has neither. A token ahead has its projection first.
+    In an expert layer, up and down belong to the shared experts; a layer without shared experts has neither. An MTP layer's
+    projection comes first.
     """
     model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
     h, f = model.hidden_size, _mlp_size(config, layer) // t
@@ -120,7 +122,7 @@ def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> tuple[G
 
 
 def _mlp_size(config: Config, layer: int) -> int:
-    """Return the width of the MLP that all tokens of a layer have; 0: none."""
+    """Width of the MLP that all of a layer's tokens pass; 0: none."""
     model = config.model
     if model.moe is None or not model.layer_kind(layer).has_experts:
         return model.ffn_size
@@ -143,7 +145,7 @@ def _gemms_before_attention(config: Config, sizes: ParallelSizes) -> list[Gemm]:
 
 
 def head_gemm(config: Config, sizes: ParallelSizes) -> Gemm:
-    """Return the output head's product."""
+    """Build the output head's product."""
     model = config.model
     rows, columns = tokens_of_microbatch(config), model.padded_vocab_size // sizes.tp
     return Gemm(rows, columns, model.hidden_size, column=True)
@@ -157,11 +159,11 @@ def layer_work(
     documents: DocumentStatistics | None = None,
     load: float = 1.0,
 ) -> LayerWork:
-    """Count the work of one layer.
+    """Count one layer's work.
 
     Args:
-        documents: within which tokens attend; None: across them.
-        load: of the slowest rank's experts.
+        documents: statistics of documents within which tokens attend; None: they attend across documents.
+        load: load of the slowest rank's experts.
     """
     model, t = config.model, sizes.tp
     rows, w = tokens_of_microbatch(config), element_bytes(config)
@@ -172,12 +174,12 @@ def layer_work(
     proj, *mlp = gemms[-3:] if f else gemms[-1:]
     made = (gemms[-4:-3] if f else gemms[-2:-1]) if model.mla is not None else ()
     h, q = model.hidden_size, model.num_attention_heads * model.head_size // t
-    # Of keys that latents make, none but one rotates, and all are copied beside it.
+    # In latent attention a single key rotates, and all keys are copied beside it.
     kv = 2 * local_kv_heads(config) * model.head_size
     inputs = model.activation_kind.num_inputs
-    # Each norm reads and writes; a residual reads two tensors and writes one; where they are not fused, once more each.
+    # A norm reads and writes; a residual reads two tensors and writes one. Unfused, each has one more read and write.
     loose = 0 if implementation.fused_elementwise else 1
-    # Before a token ahead, two tensors are normalised, and put side by side.
+    # Before an MTP layer, two tensors are normalised and concatenated.
     joined = 2 if model.layer_kind(layer).is_mtp else 0
     norms = 2 * (model.norms_before + model.norms_after + joined) * (1 + loose) * h * local * w
     dropped = (1 + w) * h * local if model.hidden_dropout else 0.0
@@ -185,7 +187,7 @@ def layer_work(
     rotated = implementation.rotations * (q + kv / 2) * rows * w if model.position_kind.is_rotary else 0.0
     activated = (inputs + 1) * f * rows * w
     biased = sum(gemm.n for gemm in gemms) * rows * w if model.bias == "all" else 0.0
-    # Repeated: a read of the keys and values, a write per query head; their gradients are summed again.
+    # Repeated: the keys and values are read, and written once per query head. Their gradients are summed again.
     repeated = (kv + 2 * q) * rows * w if implementation.repeats_kv and kv < 2 * q else 0.0
     unfused = None
     scores_forward = scores_backward = 0.0
@@ -194,7 +196,7 @@ def layer_work(
         unfused = Unfused(heads * config.train.micro_batch_size, part_length(config), model.seq_length, model.head_size)
         dropout = 2 * w + 1 if model.attention_dropout else 0
         # The fused scale-mask-softmax reads and writes; its backward reads two tensors and writes one. Attention's output is
-        # copied into the order of the projection, and gradients of q, k and v into one tensor.
+        # copied into the projection's order, and the q, k and v gradients into one tensor.
         scores_forward = unfused.scores * (2 * w + dropout) + 2 * q * rows * w
         scores_backward = unfused.scores * (3 * w + dropout) + 2 * (2 * q + kv) * rows * w
     parts = config.recompute.parts if config.recompute.granularity != "none" else frozenset()
@@ -230,7 +232,12 @@ def layer_work(
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers of parameters that one rank updates: of all kinds, and of experts among them, which have other replicas."""
+    """Numbers of parameters that one rank updates.
+
+    Attributes:
+        all: parameters, experts' included.
+        experts: experts' parameters, which have other replicas.
+    """
 
     all: int = 0
     experts: int = 0
@@ -243,12 +250,12 @@ class Parameters:
 
 
 def parameters_of_layer(config: Config, sizes: ParallelSizes, layer: int) -> Parameters:
-    """Count the parameters of a layer on one rank."""
+    """Count a layer's parameters on one rank."""
     return _on_rank(config, sizes, layer_specs(config.model, layer))
 
 
 def parameters_of_ends(config: Config, sizes: ParallelSizes, stage: StageContents) -> Parameters:
-    """Count the parameters of a stage on one rank without its layers."""
+    """Count a stage's parameters on one rank, without its layers."""
     ends = StageLayers(range(0), stage.has_embedding, stage.has_head)
     return _on_rank(config, sizes, stage_specs(config.model, ends))
 
@@ -267,14 +274,14 @@ NOTHING = Wire()
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelWires:
-    """Bytes of a layer over tp per microbatch, in the places where they may hide.
+    """A layer's traffic over tp per microbatch, by the place where it may be hidden.
 
     Attributes:
-        forward: before column-parallel and behind row-parallel products.
-        entering: before the backward of row-parallel layers.
-        regathered: inputs of column-parallel layers, beside the gradient of the input.
-        leaving: behind the gradient of column-parallel inputs, beside the gradient of the weight.
-        deferred: with weight gradients on their own, gathers of inputs and output gradients.
+        forward: traffic before column-parallel and after row-parallel products.
+        entering: traffic before a row-parallel layer's backward.
+        regathered: column-parallel layers' inputs, beside the input gradient.
+        leaving: traffic after column-parallel input gradients, beside the weight gradient.
+        deferred: gathers of inputs and output gradients, if weight gradients run on their own.
     """
 
     forward: Wire
@@ -284,17 +291,17 @@ class TensorParallelWires:
     deferred: Wire
 
     def times(self, count: float) -> "TensorParallelWires":
-        """Return a part of the layer's wires."""
+        """Scale the layer's traffic."""
         parts = (self.forward, self.entering, self.regathered, self.leaving, self.deferred)
         return TensorParallelWires(*(wire.times(count) for wire in parts))
 
 
 def tensor_parallel_wires(config: Config, sizes: ParallelSizes) -> TensorParallelWires:
-    """Count the activations that one layer sends over tp, as `models/predict/traffic.py` does for a whole step."""
+    """Count one layer's traffic over tp, as `models/predict/traffic.py` does for a whole step."""
     if sizes.tp == 1:
         return TensorParallelWires(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
     half = activation_bytes(config) * (sizes.tp - 1) / sizes.tp
-    # What enters attention's products, of which latents of keys are not gathered again, and what enters the MLP's.
+    # Inputs of attention's products and the MLP's. Key latents are not gathered again.
     mla, h = config.model.mla, config.model.hidden_size
     again = Wire(2 * half, 2) if mla is None else Wire(half * (1 + (mla.q_lora_rank or h) / h), 2)
     enters = again if mla is None else again + Wire(half * mla.cached_size / h, 1)
@@ -310,13 +317,13 @@ def tensor_parallel_wires(config: Config, sizes: ParallelSizes) -> TensorParalle
 
 
 def activation_bytes(config: Config) -> int:
-    """Return the bytes of a microbatch's activation [s / c, b, h]."""
+    """Count the bytes in a microbatch's activation [s / c, b, h]."""
     return tokens_of_microbatch(config) * config.model.hidden_size * element_bytes(config)
 
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelWires:
-    """Bytes of a layer's attention over cp per microbatch, and the share that no other piece's attention hides."""
+    """Attention's traffic over cp per layer and microbatch, and the share that no other piece's attention hides."""
 
     forward: Wire
     backward: Wire

@@ -1,8 +1,8 @@
-"""Costs of a schedule's actions by their FLOPs.
+"""A schedule's action costs, by their FLOPs.
 
-    F   GEMMs + attention of the stage's layers, and the head on the last stage
+    F   the stage's layers' GEMMs + attention, and the head on the last stage
     I   the same GEMMs, attention twice, what is recomputed; the head twice, since its weight gradient does not wait
-    W   the GEMMs of the layers
+    W   the layers' GEMMs
 
 Norms, the embedding and collectives are left out. Tokens attend across documents.
 """
@@ -15,18 +15,18 @@ from triaxis.engine.telemetry.record.flops import head_flops, layer_flops
 from triaxis.models.predict.rank_memory import resolve_recompute
 
 UNIT = "forwards of a mean layer (by FLOPs)"
-"""Of `flops_costs`."""
+"""Unit of the costs that `flops_costs` counts."""
 
 
 def flops_costs(config: Config, sizes: ParallelSizes) -> Costs:
     """Count the FLOPs of each stage's actions, in forwards of a mean layer; transfers take nothing.
 
     Args:
-        config: with any recomputation.
-        sizes: all axes; tp and cp divide all stages alike.
+        config: the run's configuration, with any recomputation.
+        sizes: every axis's size; tp and cp divide all stages alike.
 
     Raises:
-        ConfigError: as `resolve_recompute`.
+        ConfigError: the same cases as `resolve_recompute`.
     """
     model, recompute, stages = config.model, resolve_recompute(config, sizes).recompute, stages_of(config)
     layers_per_chunk = [len(stage.layers) for stage in stages]
@@ -38,7 +38,7 @@ def flops_costs(config: Config, sizes: ParallelSizes) -> Costs:
         head = head_flops(model) * (stage.has_head + stage.num_mtp)
         head_again = head if recompute.head_tokens is not None else 0
         forward.append((sum(layer.gemms + layer.attention for layer in own) + head) / unit)
-        # The head's weight gradient is computed at once, with that of its input.
+        # The head computes its weight gradient at once, together with its input gradient.
         of_layers = sum(layer.gemms + 2 * layer.attention + layer.again for layer in own)
         input_grad.append((of_layers + 2 * head + head_again) / unit)
         weight_grad.append(sum(layer.gemms for layer in own) / unit)

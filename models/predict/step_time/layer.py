@@ -1,7 +1,7 @@
-"""Seconds of a layer's forward, input gradient and weight gradient on one rank.
+"""Seconds that a layer's forward, input gradient and weight gradient take on one rank.
 
-compute    GEMMs + attention + bytes of elementwise kernels / streaming rate + a launch per kernel
-exposed    what collectives take beyond the products that they run beside; in pieces, one of t pieces has nothing to hide behind
+compute    GEMMs + attention + elementwise kernels' bytes / streaming rate + a launch per kernel
+exposed    collective time beyond the products beside it; if collectives run in pieces, one of t pieces is always exposed
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,15 +25,15 @@ from triaxis.models.predict.step_time.implementation import Implementation
 from triaxis.models.predict.step_time.links import Link, Links, Wire
 
 EXPERT_KERNELS = 14
-"""Kernels of a layer's router, dispatch and experts in a forward besides those of a dense layer; a backward has twice as many."""
+"""Kernels that router, dispatch and experts add to a dense layer's in a forward; a backward has twice as many."""
 
 BACKWARD_FORWARDS = 2.5
-"""FLOPs of a fused attention's backward over its forward: five products for two (2205.14135, algorithm 4)."""
+"""A fused attention's backward FLOPs over its forward FLOPs: five products for two (2205.14135, algorithm 4)."""
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds of F, I and W by component, of a layer or of what is made of layers."""
+    """Seconds that F, I and W take by component, in a layer or a sum of layers."""
 
     forward: dict[str, float] = field(default_factory=dict)
     input_grad: dict[str, float] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Seconds:
 
 
 class LayerTimer:
-    """Seconds of layers and of the ends of the model, for one layout on one cluster."""
+    """Timer for layers and the model's ends, in one layout on one cluster."""
 
     def __init__(
         self, config: Config, sizes: ParallelSizes, device: Device, links: Links, implementation: Implementation
@@ -67,11 +67,11 @@ class LayerTimer:
         self._cp_wires: ContextParallelWires = context_parallel_wires(config, sizes)
 
     def stream(self, num_bytes: float) -> float:
-        """Return the seconds of reading and writing so many bytes."""
+        """Seconds to read and write so many bytes."""
         return num_bytes / self.device.stream_bytes_per_s
 
     def products(self, gemms: Iterable[Gemm]) -> tuple[float, float, float]:
-        """Return the seconds of the products forward, of input gradients, and of weight gradients with their sums."""
+        """Time the products, in seconds: (forward, input gradients, weight gradients with their sums)."""
         forward = input_grad = weight_grad = 0.0
         for gemm in gemms:
             forward += self._gemm(gemm.m, gemm.n, gemm.k) + self._cast(gemm.m * gemm.k)
@@ -81,7 +81,11 @@ class LayerTimer:
         return forward, input_grad, weight_grad
 
     def layer(self, work: LayerWork, *, recomputed: bool) -> Seconds:
-        """Return the seconds of one layer; `recomputed`: its forward runs once more before its backward."""
+        """Time one layer.
+
+        Args:
+            recomputed: the layer's forward runs once more before its backward.
+        """
         forward, input_grad, weight_grad = (work.more * seconds for seconds in self.products(work.gemms))
         if self._in_pieces:
             forward = work.more * self.products(self._pieces(work.gemms))[0] * self.sizes.tp
@@ -92,7 +96,7 @@ class LayerTimer:
         again = self.stream(work.again_bytes) + sum(self._gemm(gemm.m, gemm.n, gemm.k) for gemm in work.again_gemms)
         again += core if work.core_again and not self.implementation.selective_products else 0.0
         if work.core_again:
-            # Kept are some products and attention, so all that is elementwise is made again.
+            # Some products and attention are kept, so all elementwise work is recomputed.
             again += self.implementation.selective_products * forward
             again += self.stream(work.forward_bytes) if self.implementation.selective_products else 0.0
         cp_forward, cp_backward = self._cp_exposed(core, core_back)
@@ -120,7 +124,7 @@ class LayerTimer:
         return seconds
 
     def _add_experts(self, seconds: Seconds, work: LayerWork, experts: ExpertWork) -> None:
-        """Add the routed experts of a layer: their products, copies of rows, and what dispatch sends."""
+        """Add a layer's routed experts: their products, row copies, and dispatch traffic."""
         router, up, down = (experts.router, self._router_dtype), (experts.up, self._dtype), (experts.down, self._dtype)
         products = [router, up, down]
         time, moved = self.device.gemm_seconds, self.stream(experts.moved_bytes)
@@ -152,11 +156,11 @@ class LayerTimer:
         return self.implementation.tp_overlap and self.config.parallel.cuts_sequence
 
     def _pieces(self, gemms: Iterable[Gemm]) -> list[Gemm]:
-        """Cut the rows of products into those of each tp rank, which travel beside the products of others."""
+        """Cut the products' rows by tp rank: one rank's rows travel beside the others' products."""
         return [replace(gemm, m=gemm.m // self.sizes.tp) for gemm in gemms]
 
     def core(self, work: LayerWork) -> tuple[float, float]:
-        """Return the seconds of attention's products forward and backward; of unfused attention without its softmax."""
+        """Time attention's products, in seconds: (forward, backward). Unfused attention's softmax is not included."""
         if work.unfused is not None:
             at, dtype = work.unfused, self.config.precision.dtype
             time = self.device.gemm_seconds
@@ -170,11 +174,11 @@ class LayerTimer:
         return work.core_flops / rates[0] * 1e-12, BACKWARD_FORWARDS * work.core_flops / rates[1] * 1e-12
 
     def launches(self, kernels: float) -> float:
-        """Return the seconds between kernels; the host's where it takes longer."""
+        """Seconds between kernels; the host's seconds if it takes longer."""
         return kernels * max(self.device.launch_us, self.device.host_us) * 1e-6
 
     def embedding(self) -> Seconds:
-        """Return the seconds of the embedding: rows are read and written, and summed over tp."""
+        """Time the embedding: rows are read and written, and summed over tp."""
         moved = self.stream(2 * activation_bytes(self.config)) + self.launches(2)
         sent = self._ends_wire()
         return Seconds(
@@ -182,14 +186,14 @@ class LayerTimer:
         )
 
     def head(self, gemm: Gemm) -> Seconds:
-        """Return the seconds of final norm, output head and loss."""
+        """Time the final norm, output head and loss."""
         w = element_bytes(self.config)
         dtype = self.config.precision.dtype
         time = self.device.gemm_seconds
         forward, input_grad = time(gemm.m, gemm.n, gemm.k, dtype), time(gemm.m, gemm.k, gemm.n, dtype)
         weight_grad = time(gemm.k, gemm.n, gemm.m, dtype) + self.added(gemm.n * gemm.k)
         logits = gemm.m * gemm.n
-        # Fused: two reads forward, a read and a write backward. Otherwise float copies: made, shifted, raised, divided, narrowed.
+        # Fused: two reads forward, a read and a write backward. Otherwise float copies: cast, shift, exp, divide, cast back.
         loss, loss_back = (2 * w, 2 * w) if self.implementation.fused_loss else (w + 32, 8 + w)
         sent = self._ends_wire()
         again = {"recompute": forward} if self.config.recompute.head_tokens is not None else {}
@@ -207,13 +211,13 @@ class LayerTimer:
         return self.device.gemm_seconds(m, n, k, self._dtype)
 
     def _cast(self, numel: float) -> float:
-        """Return the seconds of casting an operand to fp8."""
+        """Seconds to cast an operand to fp8; 0 in other dtypes."""
         return self.stream(self.implementation.cast_bytes * numel) if self._dtype == "fp8" else 0.0
 
     def added(self, numel: float) -> float:
-        """Return the seconds of adding a weight gradient to the sum of the step."""
-        # The sums are float32: where the GEMM adds, its epilogue moves 6 bytes more than that of a bf16 result, with no product
-        # beside it. A pass of its own reads the gradient and reads and writes the sum, of as many bytes as the wire's.
+        """Seconds to add a weight gradient to the step's sum."""
+        # The sums are float32. If the GEMM adds, its epilogue moves 6 bytes more than a bf16 result's, with no product beside
+        # it. A separate pass reads the gradient, and reads and writes the sum, whose elements have as many bytes as the wire's.
         if self.implementation.fused_weight_grad:
             return self.stream(6 * numel)
         return self.stream((2 + 2 * self.implementation.gradient_bytes) * numel)
@@ -222,7 +226,7 @@ class LayerTimer:
         return self._tp.seconds(wire.bytes, wire.calls) if wire.calls else 0.0
 
     def _beside(self, wire: Wire, products: float, *, pieces: bool) -> float:
-        """Return what a collective takes beyond products that it runs beside."""
+        """Seconds that a collective takes beyond the products that it runs beside."""
         seconds = self._tp_seconds(wire)
         first = seconds / self.sizes.tp if pieces else 0.0
         return first + self.device.beyond(seconds - first, products)
@@ -234,7 +238,7 @@ class LayerTimer:
         return self._beside(wire, forward, pieces=True)
 
     def _backward_tp(self, input_grad: float, weight_grad: float, branches: float) -> tuple[float, float]:
-        """Return the exposed seconds in I and in W."""
+        """Compute the exposed seconds: (in I, in W)."""
         wires, how = self._tp_wires.times(branches), self.implementation
         # Two of the four products of each kind belong to column-parallel layers.
         column_input, column_weight = input_grad / 2, weight_grad / 2
@@ -263,19 +267,19 @@ class LayerTimer:
         return link.seconds(wire.bytes, wire.calls) if wire.calls else 0.0
 
     def _ends_wire(self) -> Wire:
-        """Return the sum over tp behind the embedding, or behind the head's backward."""
+        """Count the traffic of the tp sum after the embedding, or after the head's backward."""
         if self.sizes.tp == 1:
             return Wire()
         half = activation_bytes(self.config) * (self.sizes.tp - 1) / self.sizes.tp
         return Wire(half, 1) if self.config.parallel.sequence_parallel else Wire(2 * half, 1)
 
     def _scattered(self, wire: Wire) -> float:
-        """Return the seconds of the gather on the other side of such a sum, which only sequence parallelism has."""
+        """Time the gather in the opposite pass of such a sum; only sequence parallelism has it."""
         return self._tp_seconds(wire) if self.config.parallel.cuts_sequence else 0.0
 
 
 def total(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Add the seconds of several passes by component."""
+    """Add several passes' seconds by component."""
     summed: dict[str, float] = {}
     for part in parts:
         for name, seconds in part.items():

@@ -1,8 +1,8 @@
-"""Seconds of collectives and messages on the links of a cluster, by the places of their ranks.
+"""Seconds that collectives and messages take on a cluster's links, by their ranks' places.
 
-ring        wire bytes of a rank / bandwidth + steps x latency, wire bytes as in `models/predict/traffic.py`
+ring        a rank's wire bytes / bandwidth + steps x latency, wire bytes as in `models/predict/traffic.py`
 in a node   bandwidth: the share of NVLink that collectives reach
-over nodes  a ring crosses each node's edge once per adapter: r ranks of the group on a node use r adapters, so
+over nodes  a ring crosses each node's edge once per adapter: a group's r ranks on a node use r adapters, so
             bandwidth = min(NVLink's, r x adapter's / oversubscription)
 """
 
@@ -16,7 +16,7 @@ from triaxis.models.predict.step_time.cluster import Cluster
 from triaxis.models.predict.step_time.device import Device
 
 NETWORK_SHARE = 0.94
-"""Of an adapter's rate: 46 to 48 of 50 GB/s with NDR (NVIDIA/nccl-tests issue 290)."""
+"""Share of an adapter's rate that is reached: 46 to 48 of 50 GB/s with NDR (NVIDIA/nccl-tests issue 290)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +35,29 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way between the ranks of one group.
+    """The link between one group's ranks.
 
     Attributes:
-        bytes_per_s: that a rank sends, in large calls.
-        call_seconds: of a call of a few bytes.
+        bytes_per_s: bytes per second that a rank sends in large calls.
+        call_seconds: seconds that a call with few bytes takes.
     """
 
     bytes_per_s: float
     call_seconds: float
 
     def seconds(self, wire_bytes: float, calls: float = 1) -> float:
-        """Return the seconds of calls that put so many bytes of each rank on the wire, all together."""
+        """Seconds for `calls` calls that together put each rank's `wire_bytes` on the wire."""
         return wire_bytes / self.bytes_per_s + calls * self.call_seconds
 
 
 class Links:
-    """The links of one layout on a cluster.
+    """One layout's links on a cluster.
 
     Args:
-        cluster: its nodes are filled in rank order.
-        device: of the cluster.
-        grid: of the layout.
-        memo: of links of other layouts on this cluster; filled and used.
+        cluster: the cluster, whose nodes are filled in rank order.
+        device: the cluster's device.
+        grid: the layout's rank grid.
+        memo: cache of other layouts' links on this cluster; read and filled.
     """
 
     def __init__(self, cluster: Cluster, device: Device, grid: RankGrid, memo: dict[object, Any] | None = None) -> None:
@@ -68,7 +68,7 @@ class Links:
         self._call = device.collective_us * 1e-6
 
     def of_axes(self, *axes: str) -> Link:
-        """Return the link of the group of rank 0 that spans these axes."""
+        """Find the link of rank 0's group that spans these axes."""
         sizes = self._grid.sizes
         key = ("link", axes, sizes.shape)
         if key not in self._memo:
@@ -81,7 +81,7 @@ class Links:
         return link
 
     def of_group(self, ranks: Sequence[int]) -> Link:
-        """Return the link of a group."""
+        """Find a group's link."""
         on_node = Counter(map(self._grid.node, ranks))
         if len(on_node) == 1:
             return Link(self._nvlink, self._call)
@@ -89,16 +89,16 @@ class Links:
         return Link(min(self._nvlink, min(on_node.values()) * self._network), latency)
 
     def of_experts(self) -> Link:
-        """Return the link between the ranks that share a set of experts."""
+        """Find the link between the ranks that share a set of experts."""
         return self.of_group(range(self._grid.sizes.expert_ranks))
 
     def of_expert_replicas(self) -> Link:
-        """Return the link between the ranks of a stage that hold the same experts."""
+        """Find the link between a stage's ranks that hold the same experts."""
         sizes = self._grid.sizes
         return self.of_group(range(0, sizes.world_size // sizes.pp, sizes.expert_ranks))
 
     def hand_over(self) -> Link:
-        """Return the link between neighbouring pipeline ranks: a message, not a collective."""
+        """Find the link between neighbouring pipeline ranks, for a message and not a collective."""
         if self._grid.sizes.pp == 1 or self._grid.node(self._grid.rank(pp=1)) == self._grid.node(0):
             return Link(self._nvlink, self._call / 2)
         return Link(self._network, self._cluster.network_latency_us * 1e-6 + self._call / 2)

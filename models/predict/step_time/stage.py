@@ -1,6 +1,6 @@
-"""Seconds and parameters of pipeline stages, of equal ones counted once.
+"""Seconds and parameters of pipeline stages; equal stages are counted once.
 
-Layouts of a run that differ in pp, vpp, dp or in where the layers are cut have the same layers. A search over such layouts asks one
+Layouts that differ only in pp, vpp, dp or the cut between stages have the same layers. A search over such layouts uses one
 `StageTimer` for all of them.
 """
 
@@ -27,11 +27,11 @@ from triaxis.models.predict.terms import recomputed_layers
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of the stages of one rank, not to be changed, with their sums.
+    """Seconds of one rank's stages, with their sums. Users must not change them.
 
     Attributes:
-        passes: seconds of F, I and W over all components.
-        parameters: of these stages on one rank.
+        passes: seconds of F, I and W, each summed over all components.
+        parameters: these stages' parameters on one rank.
     """
 
     seconds: Seconds
@@ -49,7 +49,7 @@ class Timed:
 
 
 def timer_key(config: Config, sizes: ParallelSizes) -> tuple[object, ...]:
-    """Return what the stages of a run's layouts depend on besides their layers: layouts that are equal in it share a timer."""
+    """Build the key for what stage times depend on besides layers: layouts with equal keys share a timer."""
     parallel, micro = config.parallel, config.train.micro_batch_size
     defers, recompute = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
     ranks = sizes.tp, sizes.cp, sizes.ep, sizes.etp
@@ -57,7 +57,7 @@ def timer_key(config: Config, sizes: ParallelSizes) -> tuple[object, ...]:
 
 
 class StageTimer:
-    """Seconds of stages without what depends on pp and dp; a stage is its layers' sorts and the model's ends."""
+    """Timer for stages, without what depends on pp and dp; a stage is its layers' sorts and the model's ends."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StageTimer:
         self.layer_timer = LayerTimer(config, sizes, device, links, implementation)
         self._config, self._sizes = config, sizes
         self._implementation, self._documents, self._expert_load = implementation, documents, expert_load
-        # In the order of the numbers of `Contents`.
+        # The order matches the sort numbers in `Contents`.
         sorts = layer_sorts(config)
         self._sorts = list(dict.fromkeys(sorts))
         self._of_sort = [sorts.index(sort) for sort in self._sorts]
@@ -83,13 +83,13 @@ class StageTimer:
         self._in_ends: dict[tuple[bool, bool], Parameters] = {}
 
     def stage(self, contents: Contents) -> Timed:
-        """Return the seconds of a stage with these contents."""
+        """Time a stage with these contents."""
         if contents not in self._stages:
             self._stages[contents] = Timed.of(self._time(contents), self._parameters_of(contents))
         return self._stages[contents]
 
     def rank(self, contents: tuple[Contents, ...]) -> Timed:
-        """Return the seconds of the stages of one pipeline rank."""
+        """Time one pipeline rank's stages."""
         if contents not in self._ranks:
             seconds, each = Seconds(), [self.stage(one) for one in contents]
             for one in each:
@@ -110,7 +110,7 @@ class StageTimer:
 
     def _time(self, contents: Contents) -> Seconds:
         seconds = Seconds()
-        # Layers that run forward once more are the first ones.
+        # Fully recomputed layers come first.
         again = recomputed_layers(self._config, contents.as_stage())
         counts = Counter((sort, place < again) for place, sort in enumerate(contents.layers))
         for (sort, recomputed), count in counts.items():
