@@ -39,7 +39,7 @@ from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.shard_spec import Init, ParamSpec, localize
 from triaxis.engine.linear.layers import ColumnParallelLinear
 from triaxis.engine.linear.weight_grads import WeightGradQueue
-from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype, main_grad_dtype
+from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
@@ -175,8 +175,7 @@ def in_buffers(
     parameter = ShardedParameter(record, dtype)
     alone = Axis("dp", [0], 0, None, Ledger())
     layouts = layout_parameters([record], dp=1, bucket_numel=spec.numel)
-    grad_dtype = main_grad_dtype(dtype, precision.gradients)
-    buffers = GradBuffers(layouts, {name: parameter}, dtype, grad_dtype, device, {"dp": alone}, {"tp": alone})
+    buffers = GradBuffers(layouts, {name: parameter}, precision, device, {"dp": alone}, {"tp": alone})
     return parameter, buffers
 
 

@@ -131,10 +131,12 @@ def ours(config: Config, topology: Topology) -> tuple[Side, Tensors]:
     layer = next(module for module in chunk.modules() if isinstance(module, MoE))
     inside = tuple(f"{layer.name}.{part}." for part in ("router", "experts", "shared"))
     parameters = {name: parameter for name, parameter in held.items() if name.startswith(inside)}
-    records, dtype = [parameter.record for parameter in parameters.values()], DTYPES[config.precision.dtype]
+    records = [parameter.record for parameter in parameters.values()]
     axes = {name: axis for name in REDUCE_AXES if (axis := topology.optional_axis(name))}
     layouts = layout_parameters(records, dp=1, expert_dp=1, bucket_numel=2**30)
-    buffers = GradBuffers(layouts, parameters, dtype, dtype, topology.device, axes, {"tp": topology.axis("tp")})
+    # Main grads in the dtype of the weights, as autograd gives them to the other side.
+    precision = config.precision.model_copy(update={"gradients": "bf16"})
+    buffers = GradBuffers(layouts, parameters, precision, topology.device, axes, {"tp": topology.axis("tp")})
     initialize(parameters.values(), config.train.seed)
     keys = DropoutKeys(config.train.seed, [0])
 

@@ -18,13 +18,13 @@ from triaxis.engine.comm.agreement import StepFlags
 from triaxis.engine.comm.stop import Stop, StopRequest
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import batch_plan, local_seq_length, stages_of
+from triaxis.engine.config.state_plan import layout_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.device.allocator import retry_counter
 from triaxis.engine.kernels.registry import Kernels, open_kernels
-from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.shard_spec import REDUCE_AXES
-from triaxis.engine.numerics.precision import DTYPES, main_grad_dtype
+from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.optimizer.lr import rate_of
@@ -123,7 +123,6 @@ def build(
     sizes, model = topology.sizes, config.model
     plan = batch_plan(config, sizes.dp)
     dtype = DTYPES[config.precision.dtype]
-    grad_dtype = main_grad_dtype(dtype, config.precision.gradients)
 
     stages = stages_of(config)
     forward_schedule = of_forward(sizes, plan.num_microbatches)
@@ -133,15 +132,10 @@ def build(
     chunks, parameters = build_model(config, topology, kernels, mine, on_saved)
     train_schedule = schedules.of_step(config, sizes)
 
-    layouts = layout_parameters(
-        [parameter.record for parameter in parameters.values()],
-        dp=sizes.dp_cp,
-        expert_dp=sizes.expert_dp,
-        bucket_numel=config.optimizer.bucket_bytes // grad_dtype.itemsize,
-    )
+    layouts = layout_of(config, sizes, [parameter.record for parameter in parameters.values()])
     replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.optional_axis(name))}
     reduce_axes = {name: axis for name in REDUCE_AXES if (axis := topology.optional_axis(name))}
-    buffers = GradBuffers(layouts, parameters, dtype, grad_dtype, topology.device, reduce_axes, replica_axes)
+    buffers = GradBuffers(layouts, parameters, config.precision, topology.device, reduce_axes, replica_axes)
     fill(parameters.values(), config.train.seed)
 
     activation_shape = (local_seq_length(config), config.train.micro_batch_size, model.hidden_size)

@@ -189,7 +189,7 @@ def _experts(model: ModelConfig, moe: MoEConfig, at: str) -> Iterator[ParamSpec]
     h, f, count = model.hidden_size, moe.ffn_hidden_size, moe.num_experts
     normal = Init("normal", model.init_std)
     # Tokens are cut over tp before the router, with or without sequence parallelism.
-    yield ParamSpec(f"{at}router.weight", (count, h), normal, grad_is_partial="always")
+    yield ParamSpec(f"{at}router.weight", (count, h), normal, grad_is_partial="always", in_backward=True)
     if moe.has_bias:
         yield ParamSpec(f"{at}router.bias", (count,), Init("zeros"), decay=False, is_trained=False)
     rows = (2, f) if model.activation_kind.is_gated else (f,)

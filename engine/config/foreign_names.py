@@ -24,6 +24,7 @@ FOREIGN_NAMES = {
     "num_virtual_stages_per_pipeline_rank": "parallel.vpp",
     "num_layers_per_virtual_pipeline_stage": "parallel.vpp (a number of chunks, not of layers)",
     "data_parallel_size": "parallel.dp",
+    "zero_stage": "parallel.zero",
     "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.etp",
@@ -310,8 +311,6 @@ ALWAYS_ON = {
 
 NOT_BUILT = {
     "fp4": "FP4",
-    "zero": "a ZeRO stage other than 1",
-    "zero_stage": "a ZeRO stage other than 1",
     "fsdp": "sharded parameters (ZeRO-3)",
     "use_megatron_fsdp": "sharded parameters (ZeRO-3)",
     "use_torch_fsdp2": "sharded parameters (ZeRO-3)",

@@ -66,6 +66,7 @@ class ExpertLinear(nn.Module):
             add_grad(rows, grad)
 
     def _add_weight_grad(self, ends: Ends, rows: torch.Tensor, grad: torch.Tensor) -> None:
+        overwrite = self.weight.overwrites()
         main_grads = self.weight.bound_main_grad().view(self._shape)
         add_grouped_products(
             main_grads,
@@ -73,7 +74,7 @@ class ExpertLinear(nn.Module):
             rows,
             ends,
             self.work.kernel,
-            overwrite=not self.weight.has_grad,
+            overwrite=overwrite,
             weight_grad=self.work.queue.kernel,
         )
         self.weight.grad_was_added()

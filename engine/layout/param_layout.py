@@ -17,8 +17,12 @@ part is therefore summed, counted and clipped as a whole, and all replicas cut i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from triaxis.engine.layout.shard_spec import ParamRecord, ReduceAxis, ReplicaAxis
+from triaxis.engine.layout.shard_spec import ParamRecord, ReduceAxis, ReplicaAxis, Update
+
+Cut = Literal["state", "gradients"]
+"""The optimizer's state alone (ZeRO-1), or main grads too (ZeRO-2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +33,44 @@ class BufferKey:
         replicas: axis over which other ranks hold the same parameters, or None.
         sum_over: axis for the second gradient sum, or None.
         reduce_over: axis for the first gradient sum; its ranks each own a part of the optimizer's state.
-        is_trained: whether they have gradients.
-        is_frozen: whether updates leave them unchanged; they have neither masters nor moments.
+        update: what changes them: the optimizer, a rule of their own, or nothing (frozen).
+        cut: what each of these ranks keeps only its own part of.
     """
 
     replicas: ReplicaAxis | None
     sum_over: ReplicaAxis | None
     reduce_over: ReduceAxis = "dp"
-    is_trained: bool = True
-    is_frozen: bool = False
+    update: Update = "optimizer"
+    cut: Cut = "state"
 
     @classmethod
-    def of(cls, record: ParamRecord) -> "BufferKey":
-        """Build one parameter's key."""
-        is_trained = record.spec.is_trained
-        return cls(record.replicas, record.sum_over, record.reduce_over, is_trained, record.is_frozen and is_trained)
+    def of(cls, record: ParamRecord, zero: int = 1, owners: int = 1) -> "BufferKey":
+        """Build one parameter's key.
+
+        Args:
+            zero: stage of ZeRO. From 2 on, gradients of the layers' matrices are cut: nearly the whole model, and each layer's
+                backward computes all of its own.
+            owners: number of ranks of `reduce_over`; one rank has nothing to cut.
+        """
+        is_cut = zero > 1 and owners > 1 and record.spec.is_layer_matrix
+        return cls(
+            record.replicas, record.sum_over, record.reduce_over, record.update, "gradients" if is_cut else "state"
+        )
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the parameters have gradients."""
+        return self.update != "rule"
 
     @property
     def is_updated(self) -> bool:
-        """Whether the optimizer changes the parameters; only such gradients are read by the norm and its tests."""
-        return self.is_trained and not self.is_frozen
+        """Whether the optimizer changes the parameters; the norm and its tests read only such gradients."""
+        return self.update == "optimizer"
 
     def __str__(self) -> str:
         if not self.is_trained:
             return "not trained"
-        return f"{'frozen, ' if self.is_frozen else ''}{self._replication}"
+        return f"{'' if self.is_updated else 'frozen, '}{self._replication}"
 
     @property
     def _replication(self) -> str:
@@ -114,6 +131,11 @@ class BufferLayout:
     numel: int
     buckets: tuple[BucketLayout, ...]
 
+    def slot_numels(self, slots: int) -> list[int]:
+        """List the elements of scratch places that the buckets use in turn: the longest bucket of each."""
+        lengths = [bucket.stop - bucket.start for bucket in self.buckets]
+        return [max(lengths[slot::slots]) for slot in range(min(slots, len(lengths)))]
+
     def segments(self, dp: int, dp_index: int) -> Iterator[Segment]:
         """Yield the parameter pieces that this data-parallel rank owns, in buffer order."""
         for bucket in self.buckets:
@@ -126,7 +148,13 @@ class BufferLayout:
 
 
 def layout_parameters(
-    records: Sequence[ParamRecord], *, dp: int, bucket_numel: int, expert_dp: int = 1, alignment: int = 64
+    records: Sequence[ParamRecord],
+    *,
+    dp: int,
+    bucket_numel: int,
+    expert_dp: int = 1,
+    zero: int = 1,
+    alignment: int = 64,
 ) -> tuple[BufferLayout, ...]:
     """Lay out one rank's parameters.
 
@@ -135,28 +163,24 @@ def layout_parameters(
     Args:
         records: this rank's parameters, in forward order.
         dp: size of the axis over which dense gradients are reduced.
-        bucket_numel: number of elements at which a bucket is closed.
+        bucket_numel: number of elements at which a bucket is closed; where main grads are cut, a bucket is a layer.
         expert_dp: size of the axis over which expert gradients are reduced.
+        zero: stage of ZeRO (`BufferKey.of`).
         alignment: number of elements; every owned part is padded to a multiple (64 elements are 256 bytes in fp32).
     """
+    owners = {"dp": dp, "expert_dp": expert_dp}
     by_key: dict[BufferKey, list[list[ParamRecord]]] = {}
-    for record in records:
-        groups = by_key.setdefault(BufferKey.of(record), [])
-        if record.spec.fused_with_previous and groups and _follows(records, groups[-1][-1], record):
+    for before, record in zip([None, *records], records, strict=False):
+        groups = by_key.setdefault(BufferKey.of(record, zero, owners[record.reduce_over]), [])
+        # Only direct neighbors share a GEMM.
+        if record.spec.fused_with_previous and groups and groups[-1][-1] is before:
             groups[-1].append(record)
         else:
             groups.append([record])
-    owners = {"dp": dp, "expert_dp": expert_dp}
     return tuple(
         _fill_buckets(key, list(reversed(groups)), owners[key.reduce_over] * alignment, bucket_numel)
         for key, groups in by_key.items()
     )
-
-
-def _follows(records: Sequence[ParamRecord], first: ParamRecord, second: ParamRecord) -> bool:
-    """Test whether `second` directly follows `first` in forward order; only then do they share a GEMM."""
-    index = next(index for index, record in enumerate(records) if record is first)
-    return records[index + 1] is second
 
 
 def _fill_buckets(
@@ -165,11 +189,15 @@ def _fill_buckets(
     buckets: list[BucketLayout] = []
     entries: list[Entry] = []
     start = at = 0
-    for number, group in enumerate(groups, start=1):
+    for group, following in zip(groups, [*groups[1:], None], strict=True):
         for record in group:
             entries.append(Entry(record, at))
             at += record.numel
-        if at - start >= bucket_numel or number == len(groups):
+        if key.cut == "state":
+            is_full = at - start >= bucket_numel
+        else:
+            is_full = following is not None and following[0].spec.layer != group[0].spec.layer
+        if is_full or following is None:
             at = start + -(-(at - start) // multiple) * multiple
             buckets.append(BucketLayout(start, at, tuple(entries)))
             start, entries = at, []

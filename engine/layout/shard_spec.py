@@ -17,6 +17,7 @@ gradient of exactly zero, and are never saved or counted.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -29,6 +30,11 @@ ReplicaAxis = Literal["tp", "kv_replicas", "ends"]
 
 ReduceAxis = Literal["dp", "expert_dp"]
 """Axes over which gradients are reduced and the optimizer's state is cut, for dense parameters and for experts."""
+
+Update = Literal["optimizer", "rule", "frozen"]
+"""What changes a parameter: the optimizer, a rule of its own, or nothing."""
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 REDUCE_AXES: tuple[ReduceAxis, ...] = get_args(ReduceAxis)
 
@@ -59,6 +65,8 @@ class ParamSpec:
             memory.
         ep_dim: expert dim, which expert parallelism cuts; None for all other parameters.
         is_trained: whether it has gradients. Otherwise a rule of its own changes it, and it has the accumulation dtype.
+        in_backward: whether its gradient is complete in the backward even in schedules that defer weight gradients, because no
+            linear layer reads it.
     """
 
     name: str
@@ -72,11 +80,23 @@ class ParamSpec:
     fused_with_previous: bool = False
     ep_dim: int | None = None
     is_trained: bool = True
+    in_backward: bool = False
 
     @property
     def numel(self) -> int:
         """Number of logical elements, padding excluded."""
         return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """Global layer number; None outside the layers."""
+        number = _LAYER.match(self.name)
+        return None if number is None else int(number[1])
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is the weight of a linear layer inside a layer of the model."""
+        return self.layer is not None and len(self.shape) > 1 and self.decay and not self.in_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +126,13 @@ class ParamRecord:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def update(self) -> Update:
+        """What changes the parameter."""
+        if not self.spec.is_trained:
+            return "rule"
+        return "frozen" if self.is_frozen else "optimizer"
 
     @property
     def numel(self) -> int:

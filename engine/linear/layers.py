@@ -263,7 +263,7 @@ class _VocabParallelLookup(torch.autograd.Function):
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
         # Each rank has the whole dY and adds it for its own tokens; for other tokens it adds zeros to row 0.
         contribution = accumulate(whole) * held.unsqueeze(-1)
-        main_grad, is_first = layer.weight.bound_main_grad(), not layer.weight.has_grad
+        is_first, main_grad = layer.weight.overwrites(), layer.weight.bound_main_grad()
         # Frequent tokens occur thousands of times, so they are summed in the accumulation dtype even if main grads are narrower.
         total = main_grad
         if main_grad.dtype != contribution.dtype:

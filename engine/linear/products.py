@@ -82,13 +82,15 @@ class FusedWeights:
 
         `grad` is dY [n, out] and `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
         """
-        main_grads, overwrite = self._main_grads.now(), not self.members[0].has_grad
+        buckets = [member.bucket for member in self.members if member.bucket is not None]
+        assert len(buckets) == len(self.members), f"{self.members[0].record.name} has no grad buffer"
+        overwrite, *others = [bucket.overwrites(member) for bucket, member in zip(buckets, self.members, strict=True)]
+        assert all(each == overwrite for each in others), "members are used together"
+        main_grads = self._main_grads.now()
         for matrix, rows in zip(main_grads.views, main_grads.rows, strict=True):
             add(matrix, grad if rows == self.all_rows else grad[..., rows], x, overwrite=overwrite)
-        for member in self.members:
-            assert member.bucket is not None, f"{member.record.name} has no grad buffer"
-            assert member.has_grad != overwrite, "members are used together"
-            member.bucket.grad_added(member)
+        for bucket, member in zip(buckets, self.members, strict=True):
+            bucket.grad_added(member)
 
 
 class Matrices:

@@ -22,6 +22,7 @@ import torch
 from triaxis.engine.config.extension import UpdatePart
 from triaxis.engine.config.groups import update_rule
 from triaxis.engine.config.optimizer_kinds import MASTER, state_kinds
+from triaxis.engine.config.state_plan import state_rows
 from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
 from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.kernels.apex import Apex
@@ -50,7 +51,7 @@ class OwnedBucket:
 
     @property
     def grads(self) -> torch.Tensor:
-        return self.buffer.main_grads[slice(*self.bucket.owned)]
+        return self.bucket.owned_grads
 
     @property
     def parameters(self) -> torch.Tensor:
@@ -120,9 +121,8 @@ class DistributedOptimizer:
                         # A master for every parameter, even if nothing is updated: checkpoints are written from masters.
                         state=OptimizerState(
                             buffer.parameters[start:stop],
-                            precision,
                             self.state_kinds if buffer.is_updated else (MASTER,),
-                            is_frozen=buffer.layout.key.is_frozen,
+                            state_rows(buffer.layout.key, precision, self.state_kinds),
                         ),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )

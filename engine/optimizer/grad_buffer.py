@@ -15,7 +15,7 @@ No flag marks the last microbatch: a bucket is ready when its count is complete.
 that names the parameter.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,9 +23,12 @@ import torch
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
+from triaxis.engine.config.state_plan import MAIN_GRAD, NUM_SLOTS, WEIGHT, StateRow, state_rows
+from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.layout.param_layout import BucketLayout, BufferLayout
 from triaxis.engine.layout.shard_spec import ReduceAxis
-from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.numerics.precision import DTYPES, STORED_DTYPES
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 OnGrad = Callable[[ShardedParameter], None]
@@ -33,26 +36,59 @@ OnGrad = Callable[[ShardedParameter], None]
 
 
 @dataclass
+class Slot:
+    """Scratch memory for the main grads of one bucket at a time, where a rank keeps only its own part of them (ZeRO-2).
+
+    Attributes:
+        grads: flat tensor of the longest of its buckets.
+        sending: bucket whose reduce-scatter reads the slot; None: the slot is free.
+    """
+
+    grads: torch.Tensor
+    sending: "Bucket | None" = None
+
+    def free(self) -> None:
+        """Wait for the bucket that was sent, and keep its sum."""
+        if self.sending is not None:
+            self.sending.keep_sum()
+            self.sending = None
+
+
+@dataclass
 class Bucket:
     """A buffer range whose gradients are reduced in one call, and whose parameters are gathered in one.
 
+    Gradients come in rounds, each of which ends with a reduce-scatter. A bucket with whole main grads has one round in a step.
+    A bucket in a slot has one for each microbatch: it takes the slot at its first gradient, and adds the sum to its own part.
+
     Attributes:
-        owned: (start, stop) in the buffer; this data-parallel rank owns that part.
-        owners: axis whose ranks own one part each.
-        parameters, main_grads: the whole buffer's flat tensors.
-        missing: number of gradients that each trained parameter still expects in this step.
-        num_missing: total over `missing`.
-        reducing, gathering: the reduce-scatter and the all-gather in flight, or None.
-        version: number of parameter gathers so far.
+        owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
+        owners: axis whose ranks own a part each.
+        parameters: flat tensor of the whole buffer.
+        grads: main grads of the bucket [stop - start], a part of the buffer's or of the slot.
+        owned_grads: main grads of the owned part, whole after `GradBuffers.finish`: a part of `grads` unless there is a slot.
+        slot: scratch memory that the bucket shares with others; None: `grads` are its own.
+        expected: number of gradients of each parameter in a round; only parameters that get gradients.
+        missing: number of gradients that each parameter still expects in this round.
+        num_missing: sum of `missing`; 0 between rounds.
+        rounds_left: number of rounds of this step that have not begun.
+        has_sum: whether `owned_grads` have a sum of this step; only with a slot.
+        reducing, gathering: reduce-scatter and all-gather in flight, or None.
+        version: number of gathers of the parameters.
     """
 
     layout: BucketLayout
     owned: tuple[int, int]
     owners: Axis
     parameters: torch.Tensor
-    main_grads: torch.Tensor
+    grads: torch.Tensor
+    owned_grads: torch.Tensor
+    slot: Slot | None = None
+    expected: dict[ShardedParameter, int] = field(default_factory=dict)
     missing: dict[ShardedParameter, int] = field(default_factory=dict)
     num_missing: int = 0
+    rounds_left: int = 0
+    has_sum: bool = False
     on_grad: OnGrad | None = None
     reducing: Pending | None = None
     gathering: Pending | None = None
@@ -60,29 +96,62 @@ class Bucket:
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
         """Begin a step: main grads are stale, and each use of a parameter will add one gradient per microbatch."""
-        for parameter in self.missing:
-            parameter.has_grad = False
-            self.missing[parameter] = parameter.num_uses * num_microbatches
-        self.num_missing, self.on_grad = sum(self.missing.values()), on_grad
+        self.rounds_left, per_round = (1, num_microbatches) if self.slot is None else (num_microbatches, 1)
+        for parameter in self.expected:
+            self.expected[parameter] = parameter.num_uses * per_round
+        self.num_missing, self.has_sum, self.on_grad = 0, False, on_grad
+
+    def overwrites(self, parameter: ShardedParameter) -> bool:
+        """Return whether the parameter's next gradient replaces its main grad; called before each gradient is added.
+
+        The first gradient of a round takes the slot.
+        """
+        if self.num_missing == 0:
+            self._begin_round(parameter)
+        return self.missing[parameter] == self.expected[parameter]
+
+    def _begin_round(self, parameter: ShardedParameter) -> None:
+        assert self.rounds_left, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
+        self.rounds_left -= 1
+        self.missing = dict(self.expected)
+        self.num_missing = sum(self.missing.values())
+        if self.slot is not None:
+            self.slot.free()
+            # No gradient overwrites padding, and the norm reads it with the owned parts. Another bucket may have written here.
+            self.grads[self.layout.entries[-1].stop - self.layout.start :].zero_()
 
     def grad_added(self, parameter: ShardedParameter) -> None:
-        """Count one gradient, from one use of the parameter in one microbatch; the bucket's last one posts its reduce-scatter."""
+        """Count one gradient, from one use of the parameter in one microbatch; a round's last one posts the reduce-scatter."""
         # Called before counting: the last gradient posts a reduce-scatter, which overwrites the owned main grads.
         if self.on_grad is not None:
             self.on_grad(parameter)
         missing = self.missing[parameter] - 1
-        assert missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
+        assert missing >= 0, (
+            f"{parameter.record.name}: a gradient came before its bucket had the others of the microbatch"
+        )
         self.missing[parameter] = missing
-        # Setting an `nn.Module` attribute runs slow Python code in torch, so it is set once a step, not per gradient.
-        if not parameter.has_grad:
-            parameter.has_grad = True
         self.num_missing -= 1
         if self.num_missing == 0:
-            # [bucket] -> [bucket / owners], into the owned part, without another buffer. Other parts keep this rank's own sums.
-            start, stop = self.owned
-            self.reducing = self.owners.reduce_scatter(
-                self.main_grads[self.layout.start : self.layout.stop], "gradients", out=self.main_grads[start:stop]
-            )
+            # [bucket] -> [bucket / owners], into this rank's part, without another buffer. Other parts keep this rank's own sums.
+            self.reducing = self.owners.reduce_scatter(self.grads, "gradients", out=self.own_part)
+            if self.slot is not None:
+                self.slot.sending = self
+
+    @property
+    def own_part(self) -> torch.Tensor:
+        """This rank's part of `grads`."""
+        start, stop = self.owned
+        return self.grads[start - self.layout.start : stop - self.layout.start]
+
+    def keep_sum(self) -> None:
+        """Wait for the reduce-scatter in flight, if there is one; with a slot, add its result to the owned main grads."""
+        if self.reducing is None:
+            return
+        self.reducing.wait()
+        self.reducing = None
+        if self.slot is not None:
+            add(self.owned_grads, self.own_part, overwrite=not self.has_sum)
+            self.has_sum = True
 
     def gather(self) -> None:
         """Post the all-gather for the updated parameters."""
@@ -101,18 +170,21 @@ class Bucket:
 
 @dataclass
 class FlatBuffer:
-    """One buffer's tensors: `parameters` and `main_grads`, both [layout.numel]; untrained buffers have empty `main_grads`.
+    """The tensors of one buffer.
 
     Attributes:
-        reduce_axis: axis whose ranks each own a part of every bucket.
-        sum_axis: axis over which reduced gradients are still partial sums; None if they are complete.
+        parameters: flat tensor [layout.numel].
+        grads: tensors that hold the main grads: one [layout.numel]; or the owned parts [layout.numel / owners] and the slots;
+            none of untrained parameters.
+        reduce_axis: axis whose ranks own a part of each bucket.
+        sum_axis: axis over which reduced gradients are still partial sums; None: they are whole.
         replica_index: this rank's index among those that hold the same parameters.
         is_updated: whether the optimizer changes the parameters: they are trained, and not frozen.
     """
 
     layout: BufferLayout
     parameters: torch.Tensor
-    main_grads: torch.Tensor
+    grads: Sequence[torch.Tensor]
     buckets: list[Bucket]
     reduce_axis: Axis
     sum_axis: Axis | None
@@ -141,45 +213,40 @@ class GradBuffers:
         self,
         layouts: tuple[BufferLayout, ...],
         parameters: Mapping[str, ShardedParameter],
-        dtype: torch.dtype,
-        grad_dtype: torch.dtype,
+        precision: PrecisionConfig,
         device: torch.device,
         reduce_axes: Mapping[ReduceAxis, Axis],
         axes: Mapping[str, Axis],
     ) -> None:
-        self.dtype = dtype
+        self.dtype = DTYPES[precision.dtype]
         self.device = device
         self.buffers: list[FlatBuffer] = []
         for layout in layouts:
-            is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
-            # Untrained values change in small steps, by a rule of their own. They have no wide master, so they are stored wide.
-            stored = dtype if is_trained else accumulation_dtype(dtype)
-            values = torch.zeros(layout.numel, dtype=stored, device=device)
-            # Padding must be zero: no gradient overwrites it, and the norm reads it with the owned parts.
-            main_grads = torch.zeros(layout.numel if is_trained else 0, dtype=grad_dtype, device=device)
+            key, owners = layout.key, reduce_axes[layout.key.reduce_over]
+            rows = state_rows(key, precision)
+            values = torch.zeros(layout.numel, dtype=STORED_DTYPES[rows[WEIGHT].dtype], device=device)
+            grads = [] if MAIN_GRAD not in rows else _main_grads(layout, rows[MAIN_GRAD], owners, device)
             buffer = FlatBuffer(
                 layout=layout,
                 parameters=values,
-                main_grads=main_grads,
-                buckets=[
-                    Bucket(bucket, bucket.owned(owners.size, owners.index), owners, values, main_grads)
-                    for bucket in layout.buckets
-                ],
+                grads=grads,
+                buckets=_buckets(layout, owners, values, grads),
                 reduce_axis=owners,
-                sum_axis=None if layout.key.sum_over is None else axes[layout.key.sum_over],
-                replica_index=0 if layout.key.replicas is None else axes[layout.key.replicas].index,
-                is_updated=layout.key.is_updated,
+                sum_axis=None if key.sum_over is None else axes[key.sum_over],
+                replica_index=0 if key.replicas is None else axes[key.replicas].index,
+                is_updated=key.is_updated,
             )
             self.buffers.append(buffer)
             for bucket in buffer.buckets:
                 for entry in bucket.layout.entries:
-                    parameter = parameters[entry.record.name]
-                    shape, where = entry.record.local_shape, slice(entry.start, entry.stop)
-                    parameter.bind(
-                        values[where].view(shape), main_grads[where].view(shape) if is_trained else None, bucket
-                    )
-                    if is_trained:
-                        bucket.missing[parameter] = 0
+                    parameter, shape = parameters[entry.record.name], entry.record.local_shape
+                    value = values[entry.start : entry.stop].view(shape)
+                    if key.is_trained:
+                        place = slice(entry.start - bucket.layout.start, entry.stop - bucket.layout.start)
+                        parameter.bind(value, bucket.grads[place].view(shape), bucket)
+                        bucket.expected[parameter] = 0
+                    else:
+                        parameter.bind(value, None, bucket)
 
     @property
     def buckets(self) -> Iterator[Bucket]:
@@ -195,23 +262,17 @@ class GradBuffers:
             bucket.start(num_microbatches, on_grad)
 
     def finish(self) -> None:
-        """Wait for the reductions; afterwards each bucket's owned part holds the whole gradient."""
-        late = [each.record.name for bucket in self.buckets for each, missing in bucket.missing.items() if missing]
+        """Wait for the reductions; afterwards the owned part of each bucket holds the whole gradient."""
+        late = [name for bucket in self.buckets for name in _late(bucket)]
         assert not late, f"gradients are missing at the end of the step: {', '.join(late[:5])}"
         sums = []
         for buffer in self.buffers:
             for bucket in buffer.buckets:
-                if not bucket.missing:
-                    continue  # its parameters are not trained
-                assert bucket.reducing is not None
-                bucket.reducing.wait()
-                bucket.reducing = None
+                bucket.keep_sum()
                 # The second sum comes after the first, on [bucket / owners] elements in place of [bucket]. Replicas cut a buffer
                 # alike (`param_layout.py`), so they own the same parts and post these calls in the same order.
-                if buffer.sum_axis is not None:
-                    start, stop = bucket.owned
-                    owned = buffer.main_grads[start:stop]
-                    sums.append(buffer.sum_axis.all_reduce(owned, REPLICA_GRADIENTS))
+                if buffer.sum_axis is not None and bucket.expected:
+                    sums.append(buffer.sum_axis.all_reduce(bucket.owned_grads, REPLICA_GRADIENTS))
         for pending in sums:
             pending.wait()
 
@@ -231,3 +292,35 @@ class GradBuffers:
         """Complete every parameter, before something else reads it: when validation ends or a checkpoint begins."""
         for bucket in self.buckets:
             bucket.complete()
+
+
+def _main_grads(layout: BufferLayout, row: StateRow, owners: Axis, device: torch.device) -> list[torch.Tensor]:
+    """Allocate a buffer's main grads (`FlatBuffer.grads`)."""
+    lengths = [layout.numel]
+    if row.is_cut:
+        lengths = [layout.numel // owners.size, *layout.slot_numels(NUM_SLOTS)]
+    # Zeros for the padding: no gradient overwrites it, and the norm reads it with the owned parts.
+    return [torch.zeros(numel, dtype=STORED_DTYPES[row.dtype], device=device) for numel in lengths]
+
+
+def _buckets(layout: BufferLayout, owners: Axis, values: torch.Tensor, grads: Sequence[torch.Tensor]) -> list[Bucket]:
+    """Build a buffer's buckets over its flat tensors."""
+    buckets = []
+    slots = [Slot(scratch) for scratch in grads[1:]]
+    for number, bucket in enumerate(layout.buckets):
+        owned = bucket.owned(owners.size, owners.index)
+        slot, mine, whole = None, values[:0], values[:0]
+        if slots:
+            slot = slots[number % len(slots)]
+            whole = slot.grads[: bucket.stop - bucket.start]
+            mine = grads[0][bucket.start // owners.size : bucket.stop // owners.size]
+        elif grads:
+            whole, mine = grads[0][bucket.start : bucket.stop], grads[0][slice(*owned)]
+        buckets.append(Bucket(bucket, owned, owners, values, whole, mine, slot))
+    return buckets
+
+
+def _late(bucket: Bucket) -> list[str]:
+    """Name the parameters whose gradients of this step have not all come."""
+    counts = bucket.expected if bucket.rounds_left else bucket.missing
+    return [parameter.record.name for parameter, missing in counts.items() if missing]

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from triaxis.engine.config.optimizer_kinds import EMA, MASTER, StateKind
-from triaxis.engine.config.training import PrecisionConfig
-from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.config.state_plan import StateRow
+from triaxis.engine.numerics.precision import STORED_DTYPES, accumulation_dtype
 
 _HALF_BITS = 16
 
@@ -70,36 +70,24 @@ class OptimizerState:
 
     Args:
         parameters: view into the flat buffer.
-        precision: stored forms for masters and moments.
-        kinds: the optimizer's state kinds, the master first.
-        is_frozen: whether the parameters never change; they are then their own masters.
+        kinds: the state's kinds, the master first.
+        rows: stored form of each kind (`state_rows`); a master without a row is the parameters themselves.
 
     Attributes:
         wide: accumulation dtype, used for reads and writes.
     """
 
     def __init__(
-        self,
-        parameters: torch.Tensor,
-        precision: PrecisionConfig,
-        kinds: Sequence[StateKind],
-        *,
-        is_frozen: bool = False,
+        self, parameters: torch.Tensor, kinds: Sequence[StateKind], rows: Mapping[StateKind, StateRow]
     ) -> None:
         self._parameters = parameters
         self.wide = accumulation_dtype(parameters.dtype)
-        if is_frozen:
-            master = parameters
-        elif precision.masters == "split" and parameters.dtype != self.wide:
-            master = torch.zeros_like(parameters, dtype=torch.int16)
-        else:
-            # If the dtypes agree, `to` returns the view itself: the master is then the parameter.
-            master = parameters.to(self.wide)
-        moments = parameters.dtype if precision.moments == "bf16" else self.wide
-        self._kept: dict[StateKind, torch.Tensor] = {}
+        self._kept: dict[StateKind, torch.Tensor] = {MASTER: parameters}
         for kind in kinds:
-            dtype = self.wide if kind == EMA else moments
-            self._kept[kind] = master if kind == MASTER else torch.zeros_like(parameters, dtype=dtype)
+            if kind in rows:
+                dtype = STORED_DTYPES[rows[kind].dtype]
+                is_copy = kind == MASTER and dtype == self.wide
+                self._kept[kind] = parameters.to(dtype) if is_copy else torch.zeros_like(parameters, dtype=dtype)
         self.restart_average()
 
     @property

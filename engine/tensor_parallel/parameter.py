@@ -7,7 +7,7 @@ A `ShardedParameter` is created from its record on the meta device. Later a grad
     main grads  (accumulation dtype)  [ .. q | kv | proj | up | down .. ]     reduce-scattered before the step
 
 Autograd never stores a gradient. The function that computes one adds it to the main grad and notifies the bucket (`add_grad`). A
-step's first gradient overwrites the previous step's (`has_grad`), so main grads are never zeroed. Zero-bubble schedules defer
+step's first gradient overwrites the previous step's (`overwrites`), so main grads are never zeroed. Zero-bubble schedules defer
 weight-gradient GEMMs (`engine/linear/weight_grads.py`); the bucket is then notified when the GEMM runs.
 """
 
@@ -33,6 +33,7 @@ class ParameterBucket(Protocol):
     version: int
 
     def complete(self) -> None: ...
+    def overwrites(self, parameter: "ShardedParameter") -> bool: ...
     def grad_added(self, parameter: "ShardedParameter") -> None: ...
 
 
@@ -50,7 +51,6 @@ class ShardedParameter(nn.Module):
             before `bind`, and if layers add no gradient.
         num_uses: number of layers that use it. A tied embedding on one stage has two; each adds a gradient per microbatch.
         bucket: bucket that counts added gradients and completes the weights; None before `bind`, and if only the weight is bound.
-        has_grad: whether the main grad holds a gradient from this step; if not, the next one overwrites it.
         num_bindings: number of `bind` calls so far; code that holds views must renew them after each.
     """
 
@@ -62,7 +62,6 @@ class ShardedParameter(nn.Module):
         self.main_grad: torch.Tensor | None = None
         self.num_uses = 1
         self.bucket: ParameterBucket | None = None
-        self.has_grad = False
 
     def bind(
         self, value: torch.Tensor, main_grad: torch.Tensor | None = None, bucket: ParameterBucket | None = None
@@ -85,15 +84,23 @@ class ShardedParameter(nn.Module):
         assert self.main_grad is not None, f"{self.record.name} has no grad buffer"
         return self.main_grad
 
+    def bound_bucket(self) -> ParameterBucket:
+        assert self.bucket is not None, f"{self.record.name} has no grad buffer"
+        return self.bucket
+
+    def overwrites(self) -> bool:
+        """Return whether the next gradient replaces the main grad; called before each gradient is added."""
+        return self.bound_bucket().overwrites(self)
+
     def add_grad(self, grad: torch.Tensor) -> None:
         """Add `grad`, shaped like the weight, to the main grad."""
-        add(self.bound_main_grad(), grad, overwrite=not self.has_grad)
+        overwrite = self.overwrites()
+        add(self.bound_main_grad(), grad, overwrite=overwrite)
         self.grad_was_added()
 
     def grad_was_added(self) -> None:
         """Notify the bucket that one use has added its gradient for one microbatch."""
-        assert self.bucket is not None, f"{self.record.name} has no grad buffer"
-        self.bucket.grad_added(self)
+        self.bound_bucket().grad_added(self)
 
     def tracked(self) -> torch.Tensor:
         """Return the weight for ordinary autograd code; its gradient goes to the main grad."""

@@ -4,9 +4,11 @@
 
 An instruction's work depends on a few facts about it (`Likeness`). For an action: its kind and chunk, and whether its
 microbatch is the chunk's first or last (a bucket's last gradient posts its reduction). For a group call: its sends and
-receives, and the number of sends in flight before it. So a long row of instructions is added up from a short row's parts.
-Calls and operators are summed; peaks follow from the live bytes carried from part to part. Two parts that are alike and differ
-in their work are an error. (No microbatch tensor is left when the update begins, so that part starts from its own live bytes.)
+receives, and the number of sends in flight before it. Where main grads are in slots, an action also waits for the sums of
+earlier actions, so their kinds, chunks and order are facts too. A long row of instructions is then added up from a short
+row's parts. Calls and operators are summed; peaks follow from the live bytes carried from part to part. Two parts that are
+alike and differ in their work are an error. (No microbatch tensor is left when the update begins, so that part starts from
+its own live bytes.)
 """
 
 from collections import Counter
@@ -16,7 +18,7 @@ from typing import Any, Literal
 
 from triaxis.engine.comm.ledger import Event, Ledger
 from triaxis.engine.errors import ScheduleError
-from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
 from triaxis.engine.pipeline.lowering import Instruction, Post, Program, Transfer, feeding_transfer
 from triaxis.launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak
 
@@ -26,12 +28,14 @@ Likeness = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait for a call in this part (`own`: the call's index in it), for the receive that feeds the action (`fed`), or for a
-    call in an earlier part (`end`: its distance from the end of the row, and the call's index in it)."""
+    """A wait for a call in this part (`own`: the call's index in it), for the receive that feeds the action (`fed`), for a call
+    in the newest action of a kind and chunk (`before`), or for a call in an earlier part (`end`: its distance from the end of the
+    row, and the call's index in it)."""
 
-    of: Literal["own", "fed", "end"]
+    of: Literal["own", "fed", "before", "end"]
     call: int = 0
     from_end: int = 0
+    action: tuple[Kind, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,11 @@ class Recorder:
         if number <= len(self.row):
             transfer = feeding_transfer_of(self.program.schedule, self.rank, self.row[number - 1])
             post = self.row[posted_in - 1]
-            assert transfer is not None and isinstance(post, Post) and post.transfers[call] == transfer, (
+            if isinstance(post, Action):
+                later = [each[:2] for each in self.row[posted_in : number - 1] if isinstance(each, Action)]
+                assert post[:2] not in later, f"{self.row[number - 1]} waits for a call of an older action, {post}"
+                return Wait("before", call, action=post[:2])
+            assert transfer is not None and post.transfers[call] == transfer, (
                 f"{self.row[number - 1]} waits for a call of another instruction that does not feed it"
             )
             return Wait("fed")
@@ -150,10 +158,11 @@ def feeding_transfer_of(schedule: Schedule, rank: int, instruction: Instruction)
     return None if isinstance(instruction, Post) else feeding_transfer(schedule, rank, instruction)
 
 
-def likenesses(program: Program, rank: int) -> list[Likeness]:
-    """List the likeness of each instruction in pp rank `rank`'s row."""
+def likenesses(program: Program, rank: int, *, has_slots: bool = False) -> list[Likeness]:
+    """List the likeness of each instruction in pp rank `rank`'s row; `has_slots`: main grads are in slots (ZeRO-2)."""
     last = program.schedule.num_microbatches - 1
     found: list[Likeness] = []
+    counts: dict[tuple[Kind, int], int] = {}
     sends_before = 0
     for each in program.instructions[rank]:
         if isinstance(each, Post):
@@ -161,7 +170,11 @@ def likenesses(program: Program, rank: int) -> list[Likeness]:
             found.append((each.direction, is_send, sends_before))
             sends_before = sum(is_send)
         else:
-            found.append((each.kind, each.chunk, each.microbatch == 0, each.microbatch == last))
+            users = tuple(counts.items()) if has_slots and each.kind != Kind.F else ()
+            found.append((each.kind, each.chunk, each.microbatch == 0, each.microbatch == last, users))
+            if each.kind in (Kind.B, Kind.W):
+                # The newest user comes last. The first sum of a bucket overwrites, all later ones are added.
+                counts[each[:2]] = min(2, counts.pop(each[:2], 0) + 1)
     return found
 
 
@@ -179,6 +192,7 @@ class PartBook:
         live_at_start, live_at_update: live bytes when the step and its update begin.
         start, finish, update: parts around the row.
         by_likeness: part for each likeness.
+        has_slots: whether main grads are in slots.
     """
 
     live_at_start: Counter[MemoryKind]
@@ -187,9 +201,10 @@ class PartBook:
     finish: InstructionCost
     update: InstructionCost
     by_likeness: dict[Likeness, InstructionCost]
+    has_slots: bool
 
     @classmethod
-    def of(cls, recorder: Recorder) -> "PartBook":
+    def of(cls, recorder: Recorder, *, has_slots: bool) -> "PartBook":
         """Collect the parts of a step that ran.
 
         Raises:
@@ -198,7 +213,8 @@ class PartBook:
         program = recorder.program
         start, *parts, finish, update = recorder.parts
         by_likeness: dict[Likeness, InstructionCost] = {}
-        for likeness, part, each in zip(likenesses(program, recorder.rank), parts, recorder.row, strict=True):
+        alike = likenesses(program, recorder.rank, has_slots=has_slots)
+        for likeness, part, each in zip(alike, parts, recorder.row, strict=True):
             if by_likeness.setdefault(likeness, part) != part:
                 raise ScheduleError(
                     f"pp rank {recorder.rank}: {each} did not cost what an earlier instruction of its kind did "
@@ -206,11 +222,11 @@ class PartBook:
                     "step: bytes, calls or peaks would be wrong. Run all microbatches (--full), and report the "
                     "configuration."
                 )
-        return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness)
+        return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness, has_slots)
 
     def covers(self, program: Program, rank: int) -> bool:
         """Whether there is a part for each instruction in pp rank `rank`'s row."""
-        return all(likeness in self.by_likeness for likeness in likenesses(program, rank))
+        return all(each in self.by_likeness for each in likenesses(program, rank, has_slots=self.has_slots))
 
     def add_up(self, program: Program, rank: int) -> Total:
         """Add up pp rank `rank`'s step; its stages must be the recorded rank's, or equal to them."""
@@ -225,12 +241,13 @@ class _Sum:
         self.schedule = program.schedule
         self.rank = rank
         self.row = program.instructions[rank]
-        self.likenesses = likenesses(program, rank)
+        self.likenesses = likenesses(program, rank, has_slots=book.has_slots)
         self.live = Counter(book.live_at_start)
         self.sum = Total(extremes=Extremes(dict(self.live), Peak(dict(self.live), "")))
         self.posted: list[Event] = []
         self.first_call: list[int] = []
         self.received: dict[Transfer, int] = {}
+        self.newest: dict[tuple[Kind, int], int] = {}
 
     def total(self) -> Total:
         self._add(self.book.start, None)
@@ -266,6 +283,8 @@ class _Sum:
                 self.sum.log.append(event)
             else:
                 self.sum.log.append(self.posted[self._call(call, instruction, first)]._replace(phase="wait"))
+        if isinstance(instruction, Action):
+            self.newest[instruction[:2]] = first
         extremes, live = self.sum.extremes, self.live
         for kind, above in part.most.items():
             extremes.most[kind] = max(extremes.most.get(kind, 0), live[kind] + above)
@@ -286,6 +305,9 @@ class _Sum:
             return first + wait.call
         if wait.of == "end":
             return self.first_call[len(self.row) + 1 - wait.from_end] + wait.call
+        if wait.of == "before":
+            assert wait.action is not None
+            return self.newest[wait.action] + wait.call
         assert instruction is not None
         transfer = feeding_transfer_of(self.schedule, self.rank, instruction)
         assert transfer is not None

@@ -126,6 +126,7 @@ class Footprints:
         self.stages = stages_of(config)
         self.num_microbatches = batch_plan(config, sizes.dp).num_microbatches
         self.full = full
+        self._has_slots = config.parallel.zero > 1
         self._counts = counts
         self.program = self._lowered(self.num_microbatches)
         self._short_programs: dict[int, Program] = {}
@@ -150,7 +151,7 @@ class Footprints:
         if enough == self.num_microbatches:
             return self._run(rank, enough)[0]
         found, recorder = self._run(rank, enough)
-        return self._added_up(found, PartBook.of(recorder), at)
+        return self._added_up(found, PartBook.of(recorder, has_slots=self._has_slots), at)
 
     def of_stages(self) -> list[Footprint]:
         """Count the footprints of the ranks with tp and dp index 0, by pp index.
@@ -162,12 +163,12 @@ class Footprints:
 
     def enough_microbatches(self, pp: int) -> int:
         """Return the fewest microbatches, from a growing list, whose program has all likenesses in the whole step's program."""
-        whole = likenesses(self.program, pp)
+        whole = likenesses(self.program, pp, has_slots=self._has_slots)
         # An interleaved schedule's partial last group has the same size in the short step.
         group = self.sizes.pp if self.sizes.vpp > 1 and not self.sizes.is_v else 1
         num_groups = FEWEST_MICROBATCHES if group == 1 else 1
         while (count := num_groups * group + self.num_microbatches % group) < self.num_microbatches:
-            if covers(likenesses(self._short_program(count), pp), whole):
+            if covers(likenesses(self._short_program(count), pp, has_slots=self._has_slots), whole):
                 return count
             num_groups += (num_groups + 1) // 2
         return self.num_microbatches
@@ -187,7 +188,7 @@ class Footprints:
             if book.covers(self.program, pp):
                 return self._added_up(found, book, at)
         found, recorder = self._run(rank, self.enough_microbatches(pp))
-        steps.append((found, PartBook.of(recorder)))
+        steps.append((found, PartBook.of(recorder, has_slots=self._has_slots)))
         return self._added_up(*steps[-1], at)
 
     def _run(self, rank: int, num_microbatches: int) -> tuple[Footprint, Recorder]:
@@ -305,7 +306,8 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
     """
     for buffer in engine.buffers.buffers:
         watch.label(buffer.parameters, "parameters")
-        watch.label(buffer.main_grads, "gradients")
+        for tensor in buffer.grads:
+            watch.label(tensor, "gradients")
     for owned in engine.optimizer.owned:
         for tensor in owned.state.tensors:
             watch.label(tensor, "optimizer")

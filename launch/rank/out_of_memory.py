@@ -121,7 +121,7 @@ def _held(engine: Engine) -> dict[str, int]:
     buffers, owned = engine.buffers.buffers, engine.optimizer.owned
     return {
         "parameters": sum(buffer.parameters.nbytes for buffer in buffers),
-        "gradients": sum(buffer.main_grads.nbytes for buffer in buffers),
+        "gradients": sum(tensor.nbytes for buffer in buffers for tensor in buffer.grads),
         "optimizer": sum(tensor.nbytes for each in owned for tensor in each.state.tensors),
     }
 

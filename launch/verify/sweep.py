@@ -111,6 +111,8 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
     changes: dict[str, dict[str, Mapping[str, Any]]] = {}
     if "tp" in vanished and parallel.cuts_sequence:
         changes["sp=false"] = {"parallel": {"sequence_parallel": False}}
+    if vanished & {"dp", "cp"} and parallel.zero > 1:
+        changes["zero=1"] = {"parallel": {"zero": 1}}
     if "pp" in vanished and parallel.vpp > 1:
         changes["vpp=1"] = {"parallel": {"vpp": 1, "layers_per_stage": None}}
     if not vanished:

@@ -5,14 +5,12 @@ from dataclasses import dataclass
 
 from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
 from triaxis.engine.config.groups import is_frozen
-from triaxis.engine.config.optimizer_kinds import EMA, MASTER
+from triaxis.engine.config.state_plan import MAIN_GRAD, WEIGHT, layout_of, state_rows
 from triaxis.engine.config.tree import Config
-from triaxis.engine.layout.param_layout import layout_parameters
-from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.layout.shard_spec import ParamRecord, localize
-from triaxis.models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes
-from triaxis.models.specs import stage_specs
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT
+from triaxis.models.specs import StageContents, stage_specs
 
 _IN_FP8 = (
     *(f"attention.{name}.weight" for name in ("q", "kv", "q_a", "kv_a", "q_b", "proj")),
@@ -30,30 +28,19 @@ class StateBytes:
     copies: int = 0
 
 
-def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLayers]) -> StateBytes:
+def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageContents]) -> StateBytes:
     """Count the flat buffers and the optimizer's state of a rank that holds these stages."""
-    element = BYTES_PER_ELEMENT[config.precision.dtype]
-    wide = accumulation_bytes(element)
-    gradient = element if config.precision.gradients == "bf16" else wide
-    records = _records(config, sizes, chunks)
-    layouts = layout_parameters(
-        records,
-        dp=sizes.dp_cp,
-        expert_dp=sizes.expert_dp,
-        bucket_numel=config.optimizer.bucket_bytes // gradient,
-    )
-    parameters = gradients = optimizer = 0
-    for layout in layouts:
-        if not layout.key.is_trained:
-            # A parameter of the accumulation dtype is its own master.
-            parameters += layout.numel * wide
-            continue
-        parameters += layout.numel * element
-        gradients += layout.numel * gradient
-        if layout.key.is_updated:
-            owners = sizes.reduce_size(layout.key.reduce_over)
-            optimizer += layout.numel // owners * _of_owned(config, element, wide)
-    return StateBytes(parameters, gradients, optimizer, _fp8_copies(config, records))
+    records = held_records(config, sizes, chunks)
+    nbytes = dict.fromkeys((WEIGHT, MAIN_GRAD), 0)
+    optimizer = 0
+    for layout in layout_of(config, sizes, records):
+        owners = sizes.reduce_size(layout.key.reduce_over)
+        for kind, row in state_rows(layout.key, config.precision, config.state_kinds).items():
+            if kind in nbytes:
+                nbytes[kind] += row.nbytes(layout, owners)
+            else:
+                optimizer += row.nbytes(layout, owners)
+    return StateBytes(nbytes[WEIGHT], nbytes[MAIN_GRAD], optimizer, _fp8_copies(config, records))
 
 
 def _fp8_copies(config: Config, records: Sequence[ParamRecord]) -> int:
@@ -75,27 +62,18 @@ def has_fp8_copies(config: Config, name: str) -> bool:
     return name.endswith(_IN_FP8) and layer in fp8_layers(config)
 
 
-def _of_owned(config: Config, element: int, wide: int) -> int:
-    """Count the bytes of one owned parameter: its moments, its master and its average."""
-    precision = config.precision
-    moment = element if precision.moments == "bf16" else wide
-    master = wide - element if precision.masters == "split" else 0 if wide == element else wide
-    moments = len([kind for kind in config.state_kinds if kind not in (MASTER, EMA)])
-    average = wide if EMA in config.state_kinds else 0
-    return moments * moment + master + average
-
-
-def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) -> list[ParamRecord]:
+def held_records(
+    config: Config, sizes: ParallelSizes, mine: Sequence[StageContents], tp_index: int = 0
+) -> list[ParamRecord]:
+    """List the parameters of a rank that holds these stages, in forward order. All ranks' experts have equal shapes."""
     specs = {spec.name: spec for stage in mine for spec in stage_specs(config.model, stage)}
-    sequence_parallel = config.parallel.sequence_parallel
-    place = sizes.expert_place(0)
     return [
         localize(
             spec,
             tp=sizes.tp,
-            tp_index=0,
-            sequence_parallel=sequence_parallel,
-            experts=place,
+            tp_index=tp_index,
+            sequence_parallel=config.parallel.sequence_parallel,
+            experts=sizes.expert_place(0),
             is_frozen=is_frozen(spec.name, config.optimizer),
         )
         for spec in specs.values()

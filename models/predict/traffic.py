@@ -43,19 +43,18 @@ from triaxis.engine.comm.ledger import (
 )
 from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
 from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
-from triaxis.engine.config.groups import is_frozen
 from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.plan import batch_plan, local_seq_length, part_length
+from triaxis.engine.config.state_plan import ITEMSIZE, layout_of, main_grad_dtype
 from triaxis.engine.config.tree import Config
-from triaxis.engine.layout.param_layout import BufferKey
 from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
-from triaxis.engine.layout.shard_spec import ExpertPlace, ParamRecord, localize
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Kind
 from triaxis.models.predict.experts.traffic import TOKENS, Choices, Passes, expert_calls, row_calls
 from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.predict.state_memory import held_records
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT, recomputed_layers, tokens_of_microbatch
-from triaxis.models.specs import StageContents, stage_specs
+from triaxis.models.specs import StageContents
 
 COUNT_BYTES = 8
 """Bytes of a count of choices."""
@@ -324,71 +323,31 @@ def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, n
 def _data_parallel(
     tally: _Tally, config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents]
 ) -> None:
-    element = BYTES_PER_ELEMENT[config.precision.dtype]
-    main_grad = max(4, element)
-    records: dict[str, ParamRecord] = {}
-    for stage in stages:
-        for spec in stage_specs(config.model, stage):
-            records.setdefault(
-                spec.name,
-                localize(
-                    spec,
-                    tp=sizes.tp,
-                    tp_index=at.tp,
-                    sequence_parallel=config.parallel.sequence_parallel,
-                    # All have equally many, and of equal shapes.
-                    experts=ExpertPlace(sizes.ep, 0, sizes.etp, 0),
-                    is_frozen=is_frozen(spec.name, config.optimizer),
-                ),
-            )
+    element, m = BYTES_PER_ELEMENT[config.precision.dtype], batch_plan(config, sizes.dp).num_microbatches
     axis_sizes = {
         "tp": sizes.tp,
         "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
         "ends": sizes.num_ends,
     }
-    # What is not trained has no gradient: every rank changes it alike.
-    by_key: dict[BufferKey, list[ParamRecord]] = {}
-    for record in records.values():
-        if record.spec.is_trained:
-            by_key.setdefault(BufferKey.of(record), []).append(record)
-    for key, held in by_key.items():
-        sum_over, axis = key.sum_over, key.reduce_over
-        owners = sizes.dp_cp if axis == "dp" else sizes.dp_cp * sizes.tp // (sizes.ep * sizes.etp)
-        for numel in _bucket_numels(
-            _groups(held, list(records.values())), config.optimizer.bucket_bytes // main_grad, 64 * owners
-        ):
-            tally.add(axis, "gradients", "reduce_scatter", owners, numel * main_grad)
-            tally.add(axis, "parameters", "all_gather", owners, numel * element // owners, int(key.is_updated))
-            if sum_over is not None:
-                tally.add(sum_over, REPLICA_GRADIENTS, "all_reduce", axis_sizes[sum_over], numel * main_grad // owners)
-
-
-def _groups(held: Iterable[ParamRecord], records: Sequence[ParamRecord]) -> list[int]:
-    """List the sizes of one buffer's parameters, `held` of a rank's `records`; those that share a GEMM are one."""
-    groups: list[int] = []
-    names = {record.name for record in held}
-    for before, record in zip([None, *records], records, strict=False):
-        if record.name not in names:
+    for layout in layout_of(config, sizes, held_records(config, sizes, stages, at.tp)):
+        key = layout.key
+        owners = sizes.reduce_size(key.reduce_over)
+        # What is not trained has no gradient: every rank changes it alike.
+        if not key.is_trained:
             continue
-        if record.spec.fused_with_previous and before is not None and before.name in names:
-            groups[-1] += record.numel
-        else:
-            groups.append(record.numel)
-    return groups
-
-
-def _bucket_numels(groups: Sequence[int], bucket_numel: int, multiple: int) -> list[int]:
-    """List the padded sizes of the buckets, last parameter first; groups are not parted."""
-    numels = []
-    open_numel = 0
-    for numel in reversed(groups):
-        open_numel += numel
-        if open_numel >= bucket_numel:
-            numels.append(open_numel)
-            open_numel = 0
-    if open_numel:
-        numels.append(open_numel)
-    return [-(-numel // multiple) * multiple for numel in numels]
+        main_grad = ITEMSIZE[main_grad_dtype(config.precision)]
+        for bucket in layout.buckets:
+            numel = bucket.stop - bucket.start
+            # A bucket in a slot is reduced after each microbatch.
+            sums = 1 if key.cut == "state" else m
+            tally.add(key.reduce_over, "gradients", "reduce_scatter", owners, numel * main_grad, sums)
+            tally.add(
+                key.reduce_over, "parameters", "all_gather", owners, numel * element // owners, int(key.is_updated)
+            )
+            if key.sum_over is not None:
+                tally.add(
+                    key.sum_over, REPLICA_GRADIENTS, "all_reduce", axis_sizes[key.sum_over], numel * main_grad // owners
+                )
 
 
 def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:

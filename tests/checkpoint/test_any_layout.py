@@ -20,10 +20,10 @@ LAYOUTS = (
     {"micro_batch_size": 12},
     {"dp": 3, "micro_batch_size": 4},
     {"tp": 4, "sequence_parallel": True, "micro_batch_size": 12},
-    {"pp": 2, "vpp": 2, "dp": 2, "layers_per_stage": (2, 1, 2, 1), "micro_batch_size": 4},
+    {"pp": 2, "vpp": 2, "dp": 2, "zero": 2, "layers_per_stage": (2, 1, 2, 1), "micro_batch_size": 4},
     {"tp": 2, "pp": 2, "dp": 2, "bucket_bytes": 700, "micro_batch_size": 6},
     {"tp": 8, "micro_batch_size": 24},
-    {"dp": 8, "bucket_bytes": 3000, "micro_batch_size": 1},
+    {"dp": 8, "zero": 2, "micro_batch_size": 1},
     {"pp": 4, "schedule": "gpipe", "layers_per_stage": (3, 0, 2, 1), "micro_batch_size": 8},
     {
         "tp": 2,
@@ -36,7 +36,7 @@ LAYOUTS = (
     {"tp": 2, "dp": 3, "micro_batch_size": 8, "bucket_bytes": 100_000},
     {"cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 12},
     {"cp": 4, "dp": 2, "micro_batch_size": 6, "bucket_bytes": 700},
-    {"pp": 2, "vpp": 2, "schedule": "zbv", "layers_per_stage": (2, 1, 2, 1), "dp": 2, "micro_batch_size": 4},
+    {"pp": 2, "vpp": 2, "schedule": "zbv", "layers_per_stage": (2, 1, 2, 1), "dp": 2, "zero": 2, "micro_batch_size": 4},
 )
 """Uneven and empty stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket."""
 

@@ -103,6 +103,8 @@ class Case:
     cp_method: str = "auto"
     gathered_kv: str = "auto"
     cp_gradients: str = "run"
+    zero: int = 1
+    """What dp x cp ranks share: the optimizer's state, from 2 on main grads too."""
     ep: int = 1
     """Ranks over which experts are cut, and the width of each."""
     etp: int = 1
@@ -121,6 +123,7 @@ class Case:
         parts += [self.cp_method] if self.cp_method != "auto" else []
         parts += [f"kv-{self.gathered_kv}"] if self.gathered_kv != "auto" else []
         parts += [f"sums-{self.cp_gradients}"] if self.cp_gradients != "run" else []
+        parts += [f"zero{self.zero}"] if self.zero > 1 else []
         parts += [f"ep{self.ep}"] if self.ep > 1 else []
         parts += [f"etp{self.etp}"] if self.etp > 1 else []
         parts += [self.dispatch] if self.dispatch != "auto" else []
@@ -187,6 +190,7 @@ class Case:
                     "vpp": self.vpp,
                     "dp": self.dp,
                     "cp": self.cp,
+                    "zero": self.zero,
                     "ep": self.ep,
                     "etp": self.etp,
                     "cp_method": self.cp_method,

@@ -87,6 +87,10 @@ TRAFFIC = [
     ),
     Case("deepseek", tp=2, dp=2, ep=2, micro_batch_size=2, recompute=("full", "block", 2), global_batch_size=12),
     Case(
+        "mqa_rope_bias", tp=2, dp=2, zero=2, num_layers=3, bf16_gradients=True, dtype="bf16", global_batch_size=6, **SP
+    ),
+    Case("deepseek", dp=4, ep=2, zero=2, pp=2, global_batch_size=12),
+    Case(
         "deepseek", tp=2, etp=2, dp=2, ep=2, dispatch="all_to_all", recompute=("full", "block", 3), global_batch_size=6
     ),
     Case("moe losses", tp=2, cp=2, ep=4, dispatch="all_to_all", schedule="zb_h1", dtype="bf16", **PIPE, **SP),

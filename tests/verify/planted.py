@@ -19,6 +19,7 @@ from tests.verify import (
     planted_fp8,
     planted_latents,
     planted_schedules,
+    planted_zero,
 )
 from tests.verify.bug import Bug, anything, is_attention
 from triaxis.engine.comm.collectives import Axis
@@ -91,7 +92,8 @@ def dp_takes_the_mean() -> None:
     def mean(self: GradBuffers) -> None:
         finish(self)
         for buffer in self.buffers:
-            buffer.main_grads /= buffer.reduce_axis.size
+            for bucket in buffer.buckets:
+                bucket.owned_grads /= buffer.reduce_axis.size
 
     GradBuffers.finish = mean  # type: ignore[method-assign]
 
@@ -105,7 +107,7 @@ def kv_head_replicas_are_counted_twice() -> None:
             if buffer.layout.key.sum_over == "kv_replicas":
                 assert buffer.sum_axis is not None
                 for bucket in buffer.buckets:
-                    buffer.sum_axis.all_reduce(buffer.main_grads[slice(*bucket.owned)], "planted").wait()
+                    buffer.sum_axis.all_reduce(bucket.owned_grads, "planted").wait()
 
     GradBuffers.finish = twice  # type: ignore[method-assign]
 
@@ -208,14 +210,11 @@ def second_sum_runs_over_another_ranks_part() -> None:
         for buffer in self.buffers:
             if buffer.layout.key.sum_over == "tp":
                 for bucket in buffer.buckets:
-                    start, stop = bucket.owned
-                    kept.append((bucket, bucket.owned))
-                    length = stop - start
-                    where = bucket.layout.start
-                    bucket.owned = (where, where + length)
+                    kept.append((bucket, bucket.owned_grads))
+                    bucket.owned_grads = bucket.grads[: len(bucket.owned_grads)]
         finish(self)
         for bucket, owned in kept:
-            bucket.owned = owned
+            bucket.owned_grads = owned
 
     GradBuffers.finish = misplaced  # type: ignore[method-assign]
 
@@ -249,6 +248,10 @@ SMALL_PIPE = Case("gpt", pp=2, num_layers=2)
 REPLICAS = Case("gpt", dp=2, num_layers=2)
 
 
+def is_matrix(name: str) -> bool:
+    return name.startswith("layers.") and name.endswith(".weight") and not is_norm(name)
+
+
 def is_down(name: str) -> bool:
     return name.endswith("mlp.down.weight")
 
@@ -256,6 +259,8 @@ def is_down(name: str) -> bool:
 def is_embedding(name: str) -> bool:
     return name == "embedding.word.weight"
 
+
+CUT_GRADIENTS = Case("gpt", dp=2, zero=2, num_layers=3)
 
 BUGS = (
     Bug(
@@ -451,4 +456,20 @@ BUGS = (
     *planted_experts.BUGS,
     *planted_ahead.BUGS,
     *planted_fp8.BUGS,
+    Bug(
+        planted_zero.a_microbatchs_sum_is_added_twice,
+        CUT_GRADIENTS,
+        "gradient",
+        is_matrix,
+        "dp",
+        "vanishes with dp=1, with zero=1",
+    ),
+    Bug(
+        planted_zero.a_slot_is_reused_before_its_sum_is_kept,
+        CUT_GRADIENTS,
+        "gradient",
+        is_matrix,
+        "dp",
+        "vanishes with dp=1, with zero=1",
+    ),
 )

@@ -63,7 +63,8 @@ def whole_gradients_of_replicas_are_added() -> None:
         for buffer in self.buffers:
             if buffer.layout.key.replicas == "tp" and buffer.sum_axis is None:
                 # What tp ranks with equal gradients make of a sum.
-                buffer.main_grads *= _tp_size(self)
+                for bucket in buffer.buckets:
+                    bucket.owned_grads *= _tp_size(self)
 
     GradBuffers.finish = added  # type: ignore[method-assign]
 
@@ -73,13 +74,13 @@ def _tp_size(buffers: GradBuffers) -> int:
     sizes = {
         parameter.record.spec.shape[0] // parameter.record.local_shape[0]
         for bucket in buffers.buckets
-        for parameter in bucket.missing
+        for parameter in bucket.expected
         if parameter.record.name.endswith("mlp.up.weight") and parameter.record.spec.tp_dim == 0
     }
     sizes |= {
         parameter.record.spec.shape[1] // parameter.record.local_shape[1]
         for bucket in buffers.buckets
-        for parameter in bucket.missing
+        for parameter in bucket.expected
         if parameter.record.name.endswith("mlp.down.weight")
     }
     return max(sizes)
@@ -198,14 +199,14 @@ def one_bucket_is_not_reduced() -> None:
     def before_reduction(self: Bucket, parameter: ShardedParameter) -> None:
         names = [entry.record.name for entry in self.layout.entries]
         if "layers.0.mlp.down.weight" in names and self.num_missing == 1:
-            own.append((self, self.main_grads[slice(*self.owned)].clone()))
+            own.append((self, self.own_part.clone()))
         added(self, parameter)
 
     def unreduced(self: GradBuffers) -> None:
         finish(self)
         while own:
             bucket, values = own.pop()
-            bucket.main_grads[slice(*bucket.owned)] = values
+            bucket.owned_grads[:] = values
 
     Bucket.grad_added = before_reduction  # type: ignore[method-assign]
     GradBuffers.finish = unreduced  # type: ignore[method-assign]
@@ -236,8 +237,7 @@ def gradient_norm_counts_whole_buckets() -> None:
         total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
         for owned in self.owned:
             if owned.buffer.replica_index == 0:
-                layout = owned.bucket.layout
-                add_squares(total, owned.buffer.main_grads[layout.start : layout.stop].to(self.wide))
+                add_squares(total, owned.bucket.grads.to(self.wide))
         return total
 
     DistributedOptimizer.grad_square_sum = counted  # type: ignore[method-assign]
@@ -305,21 +305,14 @@ def weights_decay_twice() -> None:
 
 
 def a_microbatch_is_written_over() -> None:
-    added, start = Bucket.grad_added, Bucket.start
-    written: set[str] = set()
+    asked = Bucket.overwrites
 
-    def begin(self: Bucket, *args: Any) -> None:
-        written.clear()
-        start(self, *args)
+    def older(self: Bucket, parameter: ShardedParameter) -> bool:
+        overwrites = asked(self, parameter)
+        is_second = self.expected[parameter] - self.missing[parameter] == 1
+        return overwrites or (is_second and parameter.record.name.endswith("mlp.down.weight"))
 
-    def older(self: Bucket, parameter: ShardedParameter) -> None:
-        added(self, parameter)
-        name = parameter.record.name
-        if name.endswith("mlp.down.weight") and name not in written:
-            written.add(name)
-            parameter.has_grad = False
-
-    Bucket.start, Bucket.grad_added = begin, older  # type: ignore[method-assign]
+    Bucket.overwrites = older  # type: ignore[method-assign]
 
 
 def masked_labels_are_counted() -> None:

@@ -64,9 +64,9 @@ class _OverDp:
 def gradients_of_experts_are_reduced_over_dp() -> None:
     made = GradBuffers.__init__
 
-    def init(self: GradBuffers, layouts: Any, parameters: Any, dtypes: Any, *rest: Any) -> None:
-        made(self, layouts, parameters, dtypes, *rest)
-        _, _, axes, _ = rest
+    def init(self: GradBuffers, layouts: Any, parameters: Any, precision: Any, *rest: Any) -> None:
+        made(self, layouts, parameters, precision, *rest)
+        _, axes, _ = rest
         for buffer in self.buffers:
             if _of_experts(buffer):
                 for bucket in buffer.buckets:

@@ -122,7 +122,11 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
         entries = [entry for bucket in buffer.layout.buckets for entry in bucket.entries]
         parts = [(entry.start, entry.stop, entry.record.name) for entry in entries]
         watch.call(buffer.parameters, "the flat parameters", parts)
-        watch.call(buffer.main_grads, "the flat main grads", parts)
+        for number, tensor in enumerate(buffer.grads):
+            if buffer.layout.key.cut == "state":
+                watch.call(tensor, "the flat main grads", parts)
+            else:
+                watch.call(tensor, f"slot {number} of the main grads" if number else "the owned main grads")
     for owned in engine.optimizer.owned:
         for tensor in owned.state.tensors:
             watch.call(tensor, "the optimizer's state")

@@ -299,6 +299,8 @@ class _Step:
         buckets = 0
         for numel, n, link in self._replicated(numels):
             calls = max(1, -(-numel * bytes_each // self.config.optimizer.bucket_bytes))
+            if self._sums_each_microbatch:
+                calls = max(1, sum(len(self.cut.stages[stage].layers) for stage in self.cut.ranks[rank][0]))
             wire = numel * (n - 1) / n
             reduced += link.seconds(wire * bytes_each * (2 if how.shards == "none" else 1), calls)
             gathered += link.seconds(wire * element_bytes(self.config), calls)
@@ -307,9 +309,17 @@ class _Step:
             return 0.0
         forward, *backwards = self.ranks[rank].passes
         exposed = self._beyond(reduced, sum(backwards), buckets, hidden=how.dp_overlap)
+        if self._sums_each_microbatch:
+            # The sums of all microbatches but the last also run under the next forward.
+            exposed += (self.num_microbatches - 1) * self.device.beyond(reduced, forward + sum(backwards))
         if how.shards == "none":
             return exposed
         return exposed + self._beyond(gathered, forward, buckets, hidden=how.gather_overlap)
+
+    @property
+    def _sums_each_microbatch(self) -> bool:
+        """Whether gradients are cut, and so reduced after each microbatch (ZeRO-2)."""
+        return self.implementation is OURS and self.config.parallel.zero > 1
 
     def _replicated(self, numels: Parameters) -> list[tuple[int, int, Link]]:
         """List (parameters, ranks that hold them, their link) of dense ones and of experts; those of one rank are left out."""

@@ -189,7 +189,7 @@ def test_an_override_that_is_no_yaml(base: Path) -> None:
         ("precision.fp4", ["known, not built yet", "FP4"]),
         ("precision.fp8_recipe", ["here it is precision.fp8.recipe"]),
         ("optimizer.kind", ["here it is optimizer.name"]),
-        ("optimizer.zero_stage", ["known, not built yet", "ZeRO"]),
+        ("optimizer.zero_stage", ["parallel.zero"]),
         ("model.reset_position_ids", ["data.positions=document"]),
         ("model.sliding_window", ["here it is model.window"]),
         ("schedule.qqq", ["section schedule has name"]),

@@ -32,9 +32,13 @@ class Bucket:
 
     gathering: Pending | None = None
     version: int = 0
+    is_old: bool = False
     added: list[str] = field(default_factory=list)
 
     def complete(self) -> None: ...
+
+    def overwrites(self, parameter: ShardedParameter) -> bool:
+        return self.is_old
 
     def grad_added(self, parameter: ShardedParameter) -> None:
         self.added.append(parameter.record.name)
@@ -73,10 +77,9 @@ def run(
     wide = torch.promote_types(dtype, torch.float32)
     spec = ParamSpec("head.weight", (COLUMNS, H), Init("zeros"), tp_dim=0)
     parameter = ShardedParameter(localize(spec, tp=1, tp_index=0, sequence_parallel=False), dtype)
-    bucket = Bucket()
+    bucket = Bucket(is_old=is_old)
     main_grad = torch.ones(COLUMNS, H, dtype=wide, device=device)
     parameter.bind(weight, main_grad, bucket)
-    parameter.has_grad = not is_old
     axis = Axis("tp", [0], 0, None, Ledger())
     head = ColumnParallelLinear([parameter], [], TensorParallelRegion(axis, False), WeightGradQueue(), "head")
     leaf.requires_grad_()

@@ -1,5 +1,6 @@
 """The forms of the optimizer's state: what is exact is exact to the bit, what is rounded is rounded once a step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -11,8 +12,10 @@ from torch.optim.adamw import adamw
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, state_kinds
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, StateKind, state_kinds
+from triaxis.engine.config.state_plan import state_rows
 from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.layout.param_layout import BufferKey
 from triaxis.engine.optimizer.state import OptimizerState
 from triaxis.engine.step import Engine
 
@@ -24,7 +27,13 @@ NARROW = PrecisionConfig(dtype="bf16", masters="split", moments="bf16")
 
 def made(precision: PrecisionConfig, weights: torch.Tensor) -> tuple[torch.Tensor, OptimizerState]:
     parameters = weights.to(torch.bfloat16)
-    return parameters, OptimizerState(parameters, precision, STATE_KINDS)
+    return parameters, state_of(parameters, precision)
+
+
+def state_of(
+    parameters: torch.Tensor, precision: PrecisionConfig, kinds: Sequence[StateKind] = STATE_KINDS
+) -> OptimizerState:
+    return OptimizerState(parameters, kinds, state_rows(BufferKey(None, None), precision, kinds))
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -113,12 +122,11 @@ def test_bytes_per_parameter() -> None:
     for precision, expected in ((FULL, 12), (SPLIT, 10), (NARROW, 6)):
         _, state = made(precision, torch.zeros(64))
         assert sum(tensor.nbytes for tensor in state.tensors) == 64 * expected
-        averaged = OptimizerState(
-            torch.zeros(64, dtype=torch.bfloat16), precision, state_kinds("adamw", (), has_ema=True)
-        )
+        kinds = state_kinds("adamw", (), has_ema=True)
+        averaged = state_of(torch.zeros(64, dtype=torch.bfloat16), precision, kinds)
         assert sum(tensor.nbytes for tensor in averaged.tensors) == 64 * (expected + 4)
     exact = torch.zeros(64)
-    state = OptimizerState(exact, PrecisionConfig(dtype="fp32"), STATE_KINDS)
+    state = state_of(exact, PrecisionConfig(dtype="fp32"))
     assert sum(tensor.nbytes for tensor in state.tensors) == 64 * 8 and state.read("master") is exact
 
 
@@ -156,13 +164,11 @@ def reduced_gradients(rank: int, case: Case) -> list[torch.Tensor]:
     engine.forward_backward(batches.next_step())
     batches.close()
     assert all(
-        buffer.main_grads.dtype == (torch.bfloat16 if case.bf16_gradients else torch.float32)
+        buffer.grads[0].dtype == (torch.bfloat16 if case.bf16_gradients else torch.float32)
         for buffer in engine.buffers.buffers
     )
     sent = [event for event in engine.topology.ledger.posted if event.purpose == "gradients"]
-    assert {event.dtype for event in sent} <= {engine.buffers.buffers[0].main_grads.dtype} and bool(sent) == (
-        case.dp > 1
-    )
+    assert {event.dtype for event in sent} <= {engine.buffers.buffers[0].grads[0].dtype} and bool(sent) == (case.dp > 1)
     # Norms are summed in fp32 whatever gradients are kept in.
     square_sum = engine.optimizer.grad_square_sum()
     assert square_sum.dtype == torch.float32

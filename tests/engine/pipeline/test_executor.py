@@ -42,7 +42,7 @@ def gradients(rank: int, case: Case, split: bool) -> tuple[list[Piece], list[str
     with weight_grads_marked(ledger):
         engine.forward_backward(batches.next_step())
     batches.close()
-    assert not any(buffer.main_grads.requires_grad for buffer in engine.buffers.buffers)
+    assert not any(tensor.requires_grad for buffer in engine.buffers.buffers for tensor in buffer.grads)
     order = [event.purpose for event in ledger.events if event.phase in ("mark", "post")]
     return owned_pieces(engine, "grads"), order
 

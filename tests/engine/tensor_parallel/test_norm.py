@@ -8,11 +8,12 @@ from tests.harness import compiler
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.config.layer_kinds import NORMS
+from triaxis.engine.config.training import PrecisionConfig
 from triaxis.engine.kernels.fusion import EAGER, Form, Fusion
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.shard_spec import localize
-from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
@@ -42,10 +43,11 @@ class Given:
             for parameter in NORMS[name].parameters
         ]
         parameters = {record.name: ShardedParameter(record, dtype) for record in records}
-        alone, wide = Axis("dp", [0], 0, None, Ledger()), accumulation_dtype(dtype)
+        alone = Axis("dp", [0], 0, None, Ledger())
+        precision = PrecisionConfig(dtype=next(name for name, each in DTYPES.items() if each == dtype))
         layouts = layout_parameters(records, dp=1, bucket_numel=1)
         cpu = torch.device("cpu")
-        self.buffers = GradBuffers(layouts, parameters, dtype, wide, cpu, {"dp": alone}, {"tp": alone})
+        self.buffers = GradBuffers(layouts, parameters, precision, cpu, {"dp": alone}, {"tp": alone})
         self.weights = list(parameters.values())
         for seed, weight in enumerate(self.weights, start=3):
             weight.value.data.copy_(drawn(seed, SHAPE[-1]))

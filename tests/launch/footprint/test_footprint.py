@@ -23,7 +23,7 @@ from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.traffic import expected_traffic, measured_traffic
 
 CASES = (
-    Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),
+    Case("gpt", tp=2, pp=2, vpp=2, dp=2, zero=2, sequence_parallel=True, dtype="bf16"),
     Case("qwen", tp=4, pp=1, dp=2, dtype="bf16", recompute=("full", "uniform", 1)),
     Case("llama", tp=2, pp=4, layers_per_stage=(1, 3, 2, 2), dtype="fp32"),
     Case(
@@ -38,7 +38,7 @@ CASES = (
     Case("kinds", tp=2, pp=2, sequence_parallel=True, num_layers=4, documents=True, micro_batch_size=2),
     Case("kinds", tp=2, cp=2, pp=2, sequence_parallel=True, num_layers=4, documents=True),
     Case("moe in turn", tp=2, cp=2, ep=2, etp=2, num_layers=2, dispatch="all_to_all", documents=True),
-    Case("moe in turn", dp=4, ep=2, num_layers=2, recompute=("full", "uniform", 1), dtype="bf16"),
+    Case("moe in turn", dp=4, ep=2, zero=2, num_layers=2, recompute=("full", "uniform", 1), dtype="bf16"),
 )
 
 

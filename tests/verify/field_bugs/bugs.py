@@ -12,7 +12,7 @@ import torch
 from tests.parity.cases import Case
 from tests.verify import planted
 from tests.verify.planted import DROPOUT, FULL, KV, QK
-from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.optimizer.grad_buffer import Bucket, GradBuffers
 from triaxis.engine.pipeline.executor import Executor
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
@@ -61,12 +61,11 @@ def tied_gradients_are_added_before_they_are_whole() -> None:
         for buffer in self.buffers:
             if buffer.layout.key.sum_over == "ends":
                 for bucket in buffer.buckets:
-                    kept.append((bucket, bucket.owned))
-                    length = bucket.owned[1] - bucket.owned[0]
-                    bucket.owned = (bucket.layout.start, bucket.layout.start + length)
+                    kept.append((bucket, bucket.owned_grads))
+                    bucket.owned_grads = bucket.grads[: len(bucket.owned_grads)]
         finish(self)
         for bucket, owned in kept:
-            bucket.owned = owned
+            bucket.owned_grads = owned
 
     GradBuffers.finish = too_early  # type: ignore[method-assign]
 
@@ -78,7 +77,8 @@ def gradients_are_scaled_by_dp() -> None:
     def scaled(self: GradBuffers) -> None:
         finish(self)
         for buffer in self.buffers:
-            buffer.main_grads *= buffer.reduce_axis.size
+            for bucket in buffer.buckets:
+                bucket.owned_grads *= buffer.reduce_axis.size
 
     GradBuffers.finish = scaled  # type: ignore[method-assign]
 
@@ -98,12 +98,22 @@ def each_rank_averages_over_its_own_tokens() -> None:
 
 def only_the_last_microbatch_trains() -> None:
     """Plant main grads that each microbatch writes over."""
-    ShardedParameter.has_grad = property(lambda self: False, lambda self, has_grad: None)  # type: ignore[assignment]
+    _always(overwrites=True)
 
 
 def gradients_are_added_to_what_was_there() -> None:
     """Plant a buffer that is never written over, so that a step begins with the gradients of the one before."""
-    ShardedParameter.has_grad = property(lambda self: True, lambda self, has_grad: None)  # type: ignore[assignment]
+    _always(overwrites=False)
+
+
+def _always(*, overwrites: bool) -> None:
+    asked = Bucket.overwrites
+
+    def answer(self: Bucket, parameter: ShardedParameter) -> bool:
+        asked(self, parameter)
+        return overwrites
+
+    Bucket.overwrites = answer  # type: ignore[method-assign]
 
 
 def _is_kv(name: str) -> bool:
