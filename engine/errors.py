@@ -11,13 +11,13 @@ from itertools import islice
 _SHOWN_CHARACTERS = 60
 
 LONGEST_SHOWN = 200
-"""Number of characters of a name or an override that a message repeats."""
+"""Maximum number of characters that a message repeats from a name or an override."""
 
 
 class ExitCode(IntEnum):
-    """The exit codes of our processes.
+    """The exit codes of Triaxis processes, besides 0 and 128 + n.
 
-    0 means that the last step is made, or the run was finished already; 128 + n means that signal n ended the process.
+    0 means success: a training run has completed its last step, now or earlier. 128 + n means that signal n ended the process.
     """
 
     BROKE = 1
@@ -25,23 +25,23 @@ class ExitCode(IntEnum):
     MISTAKE = 2
     """A mistake in a command or configuration: starting again would end the same way."""
     OUT_OF_LINE = 3
-    """`triaxis doctor` found a node that is out of line."""
+    """`triaxis doctor` found a node that fails a check, or differs too much from the others."""
     HUNG = 4
     """The run hung: the report shows which rank waits for which; starting again resumes from the newest checkpoint."""
     REPLICAS_DIFFER = 5
-    """Ranks that must hold the same weights do not: a machine is broken, and the same nodes may end the same way."""
+    """Ranks that must hold the same weights do not: a machine is faulty, and a new start on the same nodes may end the same way."""
     DIVERGED = 6
-    """The numbers went wrong (not finite, a loss that jumps): starting again would end the same way.
+    """The loss or gradients were not finite, or the loss jumped: starting again would end the same way.
 
-    All ranks end with this code after the same step, and rank 0 has printed why: no rank has failed.
+    No rank has failed: all ranks end with this code after the same step, and rank 0 has printed why.
     """
     REQUEUE = 75
-    """Preempted and saved, to be started again: `EX_TEMPFAIL` in sysexits.h.
+    """The run was preempted and saved, and should be started again; sysexits.h calls this number `EX_TEMPFAIL`.
 
-    No rank ends with this code before all have agreed and the state is on the disk.
+    No rank ends with this code before all ranks have agreed to stop and the state is on disk.
     """
     NEXT_PHASE = 76
-    """A phase of the run has ended and is saved: like REQUEUE, but to be started again at once (our launchers do so)."""
+    """A phase of the run has ended and is saved: start the run again at once for its next phase (our launchers do so)."""
     INTERRUPTED = 130
     """A user pressed Ctrl-C; the run is saved."""
 
@@ -49,7 +49,7 @@ class ExitCode(IntEnum):
 def shown(value: object) -> str:
     """Format a value from a foreign file for a message, in at most about 80 characters.
 
-    `repr` alone would fail for an integer with 10,000 digits, and a list may contain itself a million times over.
+    `repr` alone fails for an integer with 10,000 digits, and its text for nested lists can be millions of characters long.
     """
     if isinstance(value, str):
         return (
@@ -107,15 +107,15 @@ class ConfigError(TriaxisError):
 
 
 class TopologyError(TriaxisError):
-    """Ranks, nodes or groups that do not exist or do not fit."""
+    """Ranks, nodes or groups that do not exist or do not fit together."""
 
 
 class ModelError(TriaxisError):
-    """Modules with state that the model's parameter list lacks."""
+    """Modules with parameters or buffers that the model's parameter list lacks."""
 
 
 class PortTakenError(TopologyError):
-    """A rendezvous port in use; later, or on another port, the ranks can meet."""
+    """A rendezvous port that another process uses; the ranks can meet later, or on another port."""
 
     exit_code = ExitCode.BROKE
 
@@ -133,17 +133,18 @@ class CheckpointError(TriaxisError):
 
 
 class SaveError(CheckpointError):
-    """A failure of the run's last checkpoint; with room on the disk the same command resumes from the previous one."""
+    """A failure to write the run's last checkpoint; once the disk has room, the same command resumes from an earlier checkpoint."""
 
     exit_code = ExitCode.BROKE
 
 
 class StorageError(TriaxisError):
-    """A run folder that cannot be used: owned by another user, read-only, or below a file.
+    """A run folder that cannot be used: owned by another user, read-only, or with a file where its path needs a folder.
 
     Args:
         text: the message.
-        is_passing: a later start may succeed (a full disk, a server that does not answer); then the exit code is 1.
+        is_passing: True if a later start may succeed (a full disk, a server that does not answer). Then the exit code is
+            `BROKE`, else `MISTAKE`.
     """
 
     def __init__(self, text: str, *, is_passing: bool = False) -> None:
@@ -152,7 +153,7 @@ class StorageError(TriaxisError):
 
 
 class OutputError(TriaxisError):
-    """Standard output that cannot be written; with room on its disk the same command succeeds."""
+    """A failure to write standard output; once its disk has room, the same command succeeds."""
 
     exit_code = ExitCode.BROKE
 
@@ -168,7 +169,7 @@ class PeerLostError(TriaxisError):
 
 
 class NoRoomError(TriaxisError):
-    """A node without room for a rank's small file; with room, or on another node, the same command runs."""
+    """A node where no folder has room for a rank's small file; the same command runs once one has, or on another node."""
 
     exit_code = ExitCode.BROKE
 
@@ -180,9 +181,9 @@ class ReplicaError(TriaxisError):
 
 
 class DivergenceError(TriaxisError):
-    """A loss or gradients that are not finite, or a loss that jumps, with no policy left; starting again would end the same way.
+    """A loss or gradients that are not finite, or a loss that jumps, for which `resilience` has no remedy, or none left.
 
-    Raised on every rank after the same step.
+    Starting again would end the same way. Every rank raises it after the same step.
     """
 
     exit_code = ExitCode.DIVERGED

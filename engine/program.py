@@ -6,8 +6,8 @@
     install("text")            ->  python -m pip install -e 'checkout[text]'
     pip_install("triton")      ->  python -m pip install triton
 
-Messages take whole command lines from here, and `tests/conventions/test_offered_commands.py` runs each one. A message that only
-names a command (`triaxis verify`) puts the name in backticks.
+Each whole command line in a message is built by this module, and `tests/conventions/test_offered_commands.py` runs it. A message
+that only names a command (`triaxis verify`) puts the name in backticks.
 """
 
 import os
@@ -33,7 +33,7 @@ def triaxis(words: str) -> str:
     """Build the command line that runs `triaxis WORDS` in the shell that started this process.
 
     Args:
-        words: arguments, already quoted for a shell; the user replaces words in capitals.
+        words: arguments, already quoted for a shell; words in capitals are placeholders for the user to replace.
     """
     beside = Path(sys.executable).with_name(NAME)
     if shutil.which(NAME):
@@ -48,7 +48,8 @@ def triaxis(words: str) -> str:
 def install(extra: str, *options: str) -> str:
     """Build the command line that installs an extra from pyproject.toml for this Python.
 
-    No package index has this project, so the line names the checkout or the extra's requirements.
+    No package index has this project. So the line names the checkout; or, if the package is installed without a checkout, the
+    extra's requirements.
 
     Args:
         extra: the extra's name.
@@ -68,7 +69,7 @@ def pip_install(*words: str) -> str:
 
 
 def version() -> str:
-    """Read this project's version; a checkout need not be installed."""
+    """Read this project's version: from pyproject.toml in a checkout, else from the installed package."""
     if IS_CHECKOUT:
         return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
     return metadata.version(NAME)

@@ -2,18 +2,19 @@
 
     labels      one small all-reduce over the world: the counted labels; the training loop posts it a step ahead;
     executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill;
-    finish      the owned parts hold whole gradients;
-    agree       one small all-reduce over the world: [square sum, loss sum, rows without room, save flags, stop flags, whether the
-                allocator retried, loss sums for tokens ahead]; with experts, another one for their load;
-    optimizer   gradients / loss scale x clip factor; the optimizer on the owned parts; all-gathers posted;
+    finish      waits for the reductions: the bucket parts that this rank owns hold whole gradients;
+    agree       one small all-reduce over the world: [gradients' square sum, loss sum, token rows without room in experts' buffers,
+                save flags, stop flags, whether the allocator retried, loss sums for tokens ahead]; with experts, another one for
+                their load;
+    optimizer   gradients / loss scale x clip factor; the optimizer updates the owned parts; all-gathers are posted;
     balance     routers' biases follow the load;
     read        loss, norm and flags on the host, when the loop waits for them, a step later.
 
-No number reaches the host before `read`. Norm, clipping and the decision to skip are computed on the device, so it is never idle
-while the host reads. Once a step's loss or gradients are not finite, neither it nor any later step updates anything; with
-`resilience.on_nonfinite: skip`, only that step is skipped. A step is also skipped if its loss or gradient norm is an outlier
-(`StepLimits`), or if it has no counted label. In fp16, a gradient overflow lowers the loss scale and skips that one step
-(`engine/optimizer/loss_scale.py`); it is not a divergence.
+No number reaches the host before `read`. Norm, clipping and the decision to skip are computed on the device, so the device is
+never idle while the host reads. Once a step's loss or gradients are not finite, neither that step nor any later one updates
+anything; with `resilience.on_nonfinite: skip`, only that step is skipped. A step is also skipped if its loss or gradient norm is
+an outlier (`StepLimits`), or if it has no counted label. In fp16, a gradient overflow is no divergence: it lowers the loss scale
+and skips that one step (`engine/optimizer/loss_scale.py`).
 
 The loss is summed over all unmasked tokens in the GLOBAL batch and divided by their number. That number is known before the
 backward, and so are the other losses' divisors (`BatchLosses`).
@@ -66,7 +67,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 class Chunk(Protocol):
-    """Model chunk: the part of its `nn.Module` interface that the engine uses."""
+    """The part of a model chunk's interface that the engine uses; a chunk is an `nn.Module`."""
 
     @property
     def queue(self) -> WeightGradQueue: ...
@@ -94,13 +95,14 @@ class Engine:
     only as `Chunk`s.
 
     Attributes:
-        config: the run's resolved configuration, without `auto` in its recomputation.
-        stages: contents of the model's pipeline stages, in stage order.
+        config: the run's resolved configuration; no field of its `recompute` section is `auto`.
+        stages: layers and ends (embedding, head) in each pipeline stage, in stage order.
         parameters: this rank's parameters by global name, in forward order.
         train_programs, forward_programs: lowered schedules for a training step and for a forward-only step.
         count_retries: function that counts how often this rank's allocator had to free memory and retry.
-        diverged: bool on the device: loss or gradients were not finite, the loss above its limit, or rows found no room. Then this
-            step updates nothing (`resilience.on_nonfinite: skip`), or neither this step nor any later one does (otherwise).
+        diverged: bool tensor on the device: True if loss or gradients were not finite, the loss was above its limit, or token rows
+            found no room in experts' buffers. If True, this step updates nothing, and neither does any later one, unless
+            `resilience.on_nonfinite` is `skip`.
         loss_scale: loss scale for the next backward.
         to_host: copier that brings a step's numbers to the host; None: the device's default.
     """
@@ -139,7 +141,7 @@ class Engine:
         return self.chunks[0].load
 
     def post_labels(self, num_labels: Sequence[float]) -> Pending:
-        """Post the world sum of this rank's `count_labels`, for `forward_backward`; every rank must call it."""
+        """Post the sum of all ranks' `num_labels` (from `count_labels`), for `forward_backward`; every rank must call it."""
         vector = to_device(num_labels, AGREEMENT_DTYPE, self.topology.device)
         return self._world.all_reduce(vector, LABELS)
 
@@ -154,8 +156,9 @@ class Engine:
 
         Args:
             observers: instruction observers for this step (`triaxis.engine.pipeline.executor.Executor`).
-            on_grad: callback for each parameter with an added gradient (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
-            labels: result from `post_labels` for these microbatches; None: it is posted now.
+            on_grad: callback that gets a parameter each time that a gradient was added to its main grad, before its bucket is
+                reduced (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
+            labels: result of `post_labels` for these microbatches; None: their labels are counted and posted now.
         """
         self.topology.ledger.reset()
         self._set_mode(training=True)
@@ -193,11 +196,11 @@ class Engine:
     ) -> PendingResult:
         """Post one weight update with the reduced gradients; `losses` belong to the same batch.
 
-        A batch without a counted label updates nothing: no decay, moments, average or router bias. A loss above `limits.divergence`
-        counts as not finite, so nothing is updated. A finite loss or gradient norm above the other limits skips this update and
-        leaves the loss scale unchanged.
-        The small all-reduce also sums the save and stop `flags` over the ranks (`triaxis.engine.comm.agreement`), and a flag for
-        whether this rank's allocator has retried.
+        A batch without a counted label changes nothing: neither weights (by decay), moments, weight average nor router biases.
+        A loss above `limits.divergence` counts as not finite, so nothing is updated. A finite loss or gradient norm above the
+        other limits skips this update and leaves the loss scale unchanged.
+        The all-reduce that sums the losses also sums the save and stop `flags` over the ranks (`triaxis.engine.comm.agreement`).
+        It counts the ranks whose allocator has retried, too.
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
@@ -254,7 +257,10 @@ class Engine:
         return PendingResult(numbers, limits, self.to_host)
 
     def receive_late(self) -> bool:
-        """Switch to late receives; return whether they were early before. Every rank must call it after the same step."""
+        """Switch to receives that are posted late, right before their use (`triaxis.engine.pipeline.programs`).
+
+        Every rank must call it after the same step. Return whether receives were posted early until now.
+        """
         was_early = not self.train_programs.is_late
         self.train_programs.receive_late()
         self.forward_programs.receive_late()
@@ -293,11 +299,11 @@ class Engine:
         return self.chunks[chunk](x, microbatch)
 
     def _dropped(self) -> torch.Tensor:
-        """Count this rank's token rows that found no room, as a scalar on the device."""
+        """Count this rank's token rows that found no room in experts' buffers, as a scalar on the device."""
         return self.diverged.new_zeros(()) if self.load is None else self.load.overflow
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
-        """Compute [loss sum, tokens] on the device; zeros unless `_sums` has losses on this rank."""
+        """Compute [loss sum, counted tokens] on the device; zeros except on the last stage's tp rank 0."""
         is_counted = bool(losses) and self.topology.coordinates.tp == 0
         tokens = to_device([is_counted * count_labels(microbatches)[0]], AGREEMENT_DTYPE, self.topology.device)
         return torch.cat((self._sums(losses, 1), tokens))

@@ -28,7 +28,11 @@ SKIPS: tuple[Skip, ...] = get_args(Skip)
 
 
 def skip_code(*reasons: torch.Tensor) -> torch.Tensor:
-    """Compute the deciding reason's index in `SKIPS` (0: none) from bools on the device, one for each of `SKIPS[1:]`."""
+    """Compute the index in `SKIPS` of the last reason that applies (0: none).
+
+    Args:
+        reasons: bool scalars on the device, one for each of `SKIPS[1:]`.
+    """
     return torch.stack([reason * place for place, reason in enumerate(reasons, start=1)]).amax()
 
 
@@ -48,14 +52,15 @@ class BatchLosses(NamedTuple):
 
         loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
 
-    Lk is the loss summed over the counted labels at distance k (`engine/config/mtp.py`). There are nk (s - k) / s such labels,
-    since only s - k labels in a row can count. If no label is masked, every nk is the nominal token count (2412.19437, equation
-    24). A router chooses for every token, counted or not, so its losses are divided by the nominal token count
+    D is the number of multi-token prediction layers (`engine/config/mtp.py`), s the sequence length. Lk is the loss summed over the
+    counted labels k tokens beyond the next one. Only s - k labels of a row can count for Lk, so the divisor nk is the number of
+    counted labels times s / (s - k). If no label is masked, every nk is the nominal token count, batch size x s (2412.19437,
+    equation 24). A router chooses for every token, counted or not, so router losses are divided by the nominal token count
     (`engine/expert_parallel/routing.py`).
 
     Attributes:
-        sums: this rank's L0, then its other Lk times their weight, [1 + D]; zeros except on the last stage's tp rank 0.
-        labels: counted labels in the global batch, [1 + D].
+        sums: [L0, L1 x loss_weight / D, .., LD x loss_weight / D] of this rank; zeros except on the last stage's tp rank 0.
+        labels: number of counted labels in the global batch for each of L0 .. LD, [1 + D].
     """
 
     sums: torch.Tensor
@@ -67,7 +72,7 @@ LEAST_LABELS = 1e-6
 
 
 def loss_divisors(num_labels: torch.Tensor, seq_length: int) -> torch.Tensor:
-    """Compute n0 .. nD [1 + D] in `BatchLosses` from the numbers of counted labels; at least `LEAST_LABELS`."""
+    """Compute the divisors n0 .. nD in `BatchLosses` from the numbers of counted labels, [1 + D]; each at least `LEAST_LABELS`."""
     in_a_row = torch.arange(
         seq_length, seq_length - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device
     )
@@ -84,9 +89,9 @@ class StepResult:
         num_tokens: number of counted labels in the global batch, or the sum of their weights; at 0 the step has updated nothing.
         flags: number of ranks that raised each flag.
         skip: reason why the step updated nothing; "" if it did update.
-        why: numbers that explain `skip`, in words; "" for an update, an fp16 overflow or a batch without labels.
-        load: tokens in the global batch that chose each expert, by layer with experts; () if the model has none.
-        dropped: token rows that found no room in their experts' buffers; a step with any has diverged.
+        why: explanation of `skip` with its numbers; "" for an update, an fp16 overflow or a batch without labels.
+        load: number of tokens in the global batch that chose each expert, a tuple per layer with experts; () without experts.
+        dropped: number of token rows that found no room in their experts' buffers; if it is above 0, the step has diverged.
         ahead: multi-token-prediction loss per token, at each distance beyond the next token.
         loss_scale: loss scale in the backward; None if the dtype needs none.
     """
@@ -171,7 +176,7 @@ class PendingResult:
         return f"{sums} finite, but those of a step before were not"
 
     def wait(self) -> StepResult:
-        """Read the result of a step that must not have diverged; it may have been skipped for another reason (`Skip`).
+        """Read the step's result; raise if the step diverged. A step skipped for another reason (`Skip`) raises nothing.
 
         Raises:
             DivergenceError: this step or an earlier one has diverged; raised on every rank. No weight has changed since.

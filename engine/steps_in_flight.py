@@ -1,4 +1,4 @@
-"""Posted steps that are not yet read, since the host reads a step's numbers while the next one runs; and the rollback request."""
+"""A queue of steps whose numbers the host has not read yet, and the request to roll back."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class FinishedStep:
 
 
 class StepsInFlight:
-    """Queue of posted, unread steps; a step is read once the next one is posted, so a GPU always has work."""
+    """Queue of posted, unread steps; the host reads a step only after it has posted the next one, so a GPU always has work."""
 
     def __init__(self) -> None:
         self._posted: deque[tuple[int, float, PendingResult]] = deque()
@@ -32,9 +32,9 @@ class StepsInFlight:
         self._posted.append((step, lr, result))
 
     def read(self, stop: StopRequest, *, newest: bool) -> list[FinishedStep]:
-        """Read every step but the newest, and that one too if `newest` is set or an earlier step carries an agreed stop.
+        """Read every posted step but the newest. If `newest` is set, or all ranks have agreed to stop, read the newest too.
 
-        Every rank reads the same steps here, because a step's sums are the same on all ranks.
+        Every rank reads the same steps here, because a step's sums, agreed stops included, are the same on all ranks.
         """
         finished = []
         while len(self._posted) > 1 or (self._posted and (newest or stop.agreed is not None)):
@@ -46,7 +46,7 @@ class StepsInFlight:
 
 
 class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
-    """Request to roll back to before step number `step` (from 0); raised on every rank at once.
+    """Request to roll back to a checkpoint from before step number `step` (from 0); raised on every rank at once.
 
     Attributes:
         samples: sample-id range [first, stop) to leave out from then on.

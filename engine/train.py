@@ -2,8 +2,8 @@
 
     Config -> ParallelSizes -> Topology -> partition -> [chunks] -> Schedule -> Executor -> GradBuffers -> DistributedOptimizer
 
-Arrows are constructor arguments. Nothing is looked up. Every rank runs this page; what it does differs only by its place in the
-topology.
+An arrow means that the left object is an argument for building the right one; there are no global look-ups. Every rank runs this
+page. What a rank does differs only by its place in the topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -54,8 +54,9 @@ class Observer(ValidationObserver, Protocol):
     """Observer of the training loop (`triaxis.engine.telemetry`), called on every rank; steps count from 0.
 
     `begin` gets the number of steps made so far, when the run begins and after each rollback. `on_batch` gets a step's microbatches
-    before its forward. `end_step` ends a step's measured time. `on_step` gets the step's numbers, later if they were still on the
-    device.
+    before its forward. `end_step` ends a step's measured time. `on_step` gets a step's numbers once the host has read them, mostly
+    during the next step. `on_allocator_retry` gets a step in which `num_ranks` ranks' allocators freed memory and tried again, if
+    receives were posted early until then.
     """
 
     def begin(self, steps_made: int) -> None: ...
@@ -66,7 +67,7 @@ class Observer(ValidationObserver, Protocol):
 
 
 class StepGuard(Protocol):
-    """Judge of each step's numbers (`triaxis.engine.resilience.guard`), the same on every rank."""
+    """Judge of each step's numbers (`triaxis.engine.resilience.guard`); it decides the same on every rank."""
 
     def limits(self, step: int) -> StepLimits: ...
     def before_update(self, step: int) -> None: ...
@@ -79,13 +80,15 @@ class TrainingRun:
 
     Attributes:
         engine: engine from `build`.
-        open_batches: function that opens the training batches after some consumed samples, without samples left out by then.
+        open_batches: function that opens the training batches after a number of consumed samples, without the samples that the
+            configuration or earlier rollbacks exclude.
         open_validation: function that opens the validation batches at their beginning; None: no validation.
         observer: receiver for every step and validation.
-        checkpoints: checkpoint saver, as configured.
+        checkpoints: saver of the run's checkpoints.
         stop: this rank's stop requests, and the stop that all ranks agreed on.
         guard: judge of each step; its exceptions end the loop, on every rank after the same step.
-        rollback: function that loads the newest checkpoint from before a step, and leaves the step's samples out from then on.
+        rollback: function that loads the newest checkpoint from before the requested step, and excludes the requested samples from
+            then on.
     """
 
     engine: Engine
@@ -110,12 +113,13 @@ def build(
     """Assemble one rank's engine: model chunks with initial weights, buffers, optimizer, schedules.
 
     Args:
-        config: resolved configuration, without `auto` in recomputation (`triaxis.models.predict.rank_memory.resolve_recompute`).
-        topology: this rank's groups; its observers follow the waits (`Topology.observed`).
-        fill: function that gives parameters their initial values, from a seed (in a footprint they have none).
+        config: resolved configuration; its `recompute` section holds no `auto`
+            (`triaxis.models.predict.rank_memory.resolve_recompute`).
+        topology: this rank's process groups; observers given to `Topology.observed` see each wait for communication.
+        fill: function that writes initial values into parameters, from a seed; a footprint (`launch/footprint`) leaves them empty.
         kernels: the run's kernels; None: `open_kernels` opens them.
         observers: instruction observers for every program that the engine runs.
-        on_saved: callback for each tensor that holds device memory for a backward.
+        on_saved: callback for each tensor that stays in device memory for a backward.
 
     Raises:
         ConfigError: a configured kernel does not run here.
@@ -198,8 +202,8 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
     saves and stops, because the next phase may have another batch size, sequence length or layout.
 
     A step's numbers are read when the next one is posted; before a validation, a fingerprint or a save they are read at once. After
-    an agreed stop, the run ends with the newest posted step, which is saved whatever the interval. A stop also ends a validation
-    (`engine/run/validation.py`): its step is saved, and the next attempt validates first.
+    an agreed stop, the run ends with the newest posted step, which is saved whatever the interval. A stop also ends a running
+    validation (`engine/run/validation.py`): the step before it is saved, and the next attempt validates first.
     """
     engine, observer, checkpoints, stop = run.engine, run.observer, run.checkpoints, run.stop
     plan, phase = engine.plan, engine.plan.phase

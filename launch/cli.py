@@ -142,7 +142,7 @@ def _without_output(code: int) -> int:
 
 
 def _chosen_and_flushed(arguments: Sequence[str]) -> str:
-    """Run `_chosen` and flush the text of --help here: at exit, a reader that has gone could not be handled."""
+    """Run `_chosen` and flush the text of --help here, because a failed write at exit could not be handled."""
     try:
         return _chosen(arguments)
     finally:

@@ -24,10 +24,10 @@ from triaxis.engine.config.tree import Config, on_resume
 from triaxis.engine.errors import ConfigError
 
 ON_RESUME = {"layout": "free", "meant": "accept", "never": "fixed"}
-"""The words of a verdict for people."""
+"""Words for people, by the verdict on a field that a resumed run changes."""
 
 LARGEST_SHOWN = 1_000
-"""Upper bounds above it catch slips; they are no choice."""
+"""Largest upper bound that is shown; higher bounds only catch slips."""
 
 PREAMBLE = """# Every field of the configuration
 
@@ -82,7 +82,7 @@ def chosen(name: str) -> list[Entry]:
     """Return the field `name`, or every field of the section `name`.
 
     Raises:
-        ConfigError: there is no such field or section; with the name that was probably meant.
+        ConfigError: there is no such field or section; the message has the name that was probably meant.
     """
     found = [one for one in entries() if one.name == name or f"{one.name}.".startswith(f"{name}.")]
     if not found:
@@ -91,7 +91,7 @@ def chosen(name: str) -> list[Entry]:
 
 
 def to_markdown(found: Sequence[Entry]) -> str:
-    """Return docs/config.md: a table for each section."""
+    """Format fields as the page docs/config.md, with a table for each section."""
     sections = dict.fromkeys(one.section for one in found)
     return "\n".join([PREAMBLE, *(_table(name, [one for one in found if one.section == name]) for name in sections)])
 

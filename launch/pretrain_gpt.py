@@ -134,7 +134,7 @@ class _Attempt:
 
     Attributes:
         held_before: this process's peak memory before its engine was built, in bytes.
-        explaining: context that turns a memory error into one that users can act on, given the running engine.
+        explaining: function that opens a context, given the running engine; inside it a memory error becomes a readable one.
         way_out: time limit for closing after an error.
     """
 
@@ -216,7 +216,7 @@ def _train(
 
 
 def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
-    """Show the banner, load the starting state, and take the run directory."""
+    """Show the banner, load the starting state, and record the attempt in the run directory."""
     rank, directory, engine, telemetry = attempt.rank, attempt.directory, attempt.engine, attempt.telemetry
     config, described, counted = rank.config, describe(engine), count_parameters(engine)
     tokenizer = None if config.data.synthetic else load_tokenizer(config.data.tokenizer_name)

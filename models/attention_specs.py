@@ -1,14 +1,17 @@
-"""The parameters that queries, keys and values are computed from; `models/specs.py` lists all others and defines these names.
+"""The parameters that queries, keys and values are computed from; `models/specs.py` lists all others.
 
-Latent attention (`engine/config/mla.py`) replaces q and kv. Latents have sizes r_q and r_kv, heads have sizes dr + dn and dv.
+Latent attention (`engine/config/mla.py`) has the parameters below instead of q.weight and kv.weight. r_q and r_kv are the sizes of
+the query latent and of the key/value latent; h is the hidden size. Each query and key head has dr + dn elements, of which RoPE
+rotates dr; each value head has dv.
 
-    layers.N.attention.q_a.weight        [r_q, h]            whole on every tp rank, as all with a latent as output
-    layers.N.attention.kv_a.weight       [r_kv + dr, h]      the latent, then the key that rotates
+    layers.N.attention.q_a.weight        [r_q, h]            whole on every tp rank, like kv_a and both norms
+    layers.N.attention.kv_a.weight       [r_kv + dr, h]      rows for the latent, then rows for the rotated key
     layers.N.attention.{q,kv}_a_norm.weight [r_q], [r_kv]
-    layers.N.attention.q_b.weight        [heads, dr + dn, r_q]   heads cut; without r_q: q.weight [heads, dr + dn, h]
-    layers.N.attention.kv_b.weight       [heads, dn + dv, r_kv]  heads cut
+    layers.N.attention.q_b.weight        [heads, dr + dn, r_q]   heads cut over tp
+    layers.N.attention.kv_b.weight       [heads, dn + dv, r_kv]  heads cut over tp
 
-The output projection then reads heads with size dv: proj.weight [h, heads, dv].
+If there is no query latent, q.weight [heads, dr + dn, h] replaces q_a, its norm and q_b. The output projection reads heads with
+size dv: proj.weight [h, heads, dv].
 """
 
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ from triaxis.engine.layout.shard_spec import Init, ParamSpec
 
 
 def heads_specs(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
-    """List a layer's parameters between its first norm and its output projection; `at` prefixes their names."""
+    """List a layer's parameters between its first norm and its output projection; `at` is the prefix of their names."""
     yield from _qkv(model, at) if model.mla is None else _through_latents(model, model.mla, at)
     if model.layer_kind(layer).sinks:
         initial = Init("normal", model.init_std)
@@ -40,7 +43,10 @@ def _qkv(model: ModelConfig, at: str) -> Iterator[ParamSpec]:
 
 
 def _through_latents(model: ModelConfig, mla: MLAConfig, at: str) -> Iterator[ParamSpec]:
-    """List latent attention's projections. The down-projections act on a part of the sequence, as norms do."""
+    """List latent attention's projections and norms.
+
+    With sequence parallelism, a down-projection reads only a part of the sequence, so its gradient on a rank is partial.
+    """
     heads, h, gain = model.num_attention_heads, model.hidden_size, initial_gain(model)
     normal = Init("normal", model.init_std)
     down = {"q_a": mla.q_lora_rank or 0, "kv_a": mla.cached_size}
@@ -68,5 +74,5 @@ def _qk_norms(model: ModelConfig, at: str) -> Iterator[ParamSpec]:
 
 
 def initial_gain(model: ModelConfig) -> Init:
-    """Initial stored value that makes a norm's gain 1."""
+    """Choose the value that a norm's weight starts with, so that its gain is 1: zeros if the norm stores gain - 1, else ones."""
     return Init("zeros" if model.norm_kind.offset else "ones")

@@ -1,21 +1,24 @@
 """Maximal update parametrization (muP): learning rates that carry over between widths (2203.03466).
 
-    m = hidden_size / base_hidden_size        for Adam, table 8 of the paper, in the form with an output multiplier:
+A narrow base model was tuned: it trains well with the initial standard deviation `std` and the learning rate `lr`. A model that is
+m = hidden_size / base_hidden_size times as wide needs these values (Adam; table 8 of the paper, with an output multiplier):
 
                       initial std    learning rate    factor in the forward
     word embedding    std            lr               1
     hidden matrix     std / sqrt(m)  lr / m           1
     head              std            lr               1 / m
-    vectors           as before      lr               1
-    attention         logits are q . k sqrt(base_head_dim) / head_dim
+    vectors           unchanged      lr               1
 
-A model has one initial std here. Adam's steps do not change when a factor moves from the initial weights and the learning rate to
-the forward (the paper's section 2: abc-parametrizations). So embedding and head share the hidden matrices' std and use the learning
-rate lr / sqrt(m). The forward restores the factor sqrt(m): tied or not, the head's product is then divided by sqrt(m). Other
-recipes use the same fields, so the engine has nothing specific to muP.
+Attention's logits are q . k sqrt(base_head_dim) / head_dim.
 
-AdamW multiplies the decay by the learning rate. Each group's decay grows as its rate falls, so the product equals the base's
-(2309.14322). Adam's eps stays, and should be small compared with the gradients.
+Here all matrices of a model share one initial std, so embedding and head start with std / sqrt(m) too. To make up for it, their
+learning rate is lr / sqrt(m) and their outputs are multiplied by sqrt(m). Adam's training does not change if a factor moves from
+initial weights and learning rate to the forward in this way (section 2 of the paper: abc-parametrizations). The head's factor in
+the forward is thus sqrt(m) / m = 1 / sqrt(m), whether it is tied or not. All of these are ordinary config fields, so the engine
+has nothing specific to muP.
+
+AdamW multiplies weight decay by the learning rate. Each group's decay grows as its learning rate falls, so that decay x learning
+rate equals the base model's (2309.14322). Adam's eps does not change; it should be small compared with the gradients.
 """
 
 import math
@@ -33,15 +36,15 @@ ENDS = ("embedding.word.weight", "head.weight")
 
 
 def mup_fields(config: Config, base_hidden_size: int, base_head_dim: int | None = None) -> dict[str, Any]:
-    """Compute the fields that transfer a narrower config's training to this one, by dotted name.
+    """Compute config fields, by dotted name, with which a model trains like a narrower base model.
 
     Args:
-        config: config at the width to train, with the base's lr, init_std and weight_decay.
-        base_hidden_size: width for which the base's values were found.
-        base_head_dim: the base's head size; None: the same.
+        config: config of the model to train; lr, init_std and weight_decay have the base model's values.
+        base_hidden_size: hidden size of the base model.
+        base_head_dim: head size of the base model; None: it is the same as here, so attention's scale stays 1 / sqrt(head_dim).
 
     Raises:
-        ConfigError: the config has settings that the rules do not cover; it lists them all.
+        ConfigError: the config has settings that the rules do not cover; the error lists them all.
     """
     if found := list(_problems(config, base_hidden_size)):
         raise ConfigError(found)
@@ -81,7 +84,10 @@ def _problems(config: Config, base_hidden_size: int) -> Iterator[str]:
 
 
 def _groups(specs: Sequence[ParamSpec], width: float, weight_decay: float) -> list[GroupFields]:
-    """Build groups in which vectors keep the rate, ends get rate / sqrt(m), and all other matrices rate / m."""
+    """Build `optimizer.groups`: vectors keep the learning rate lr, the matrices in ENDS get lr / sqrt(m), all others lr / m.
+
+    m is `width`. A group's weight decay grows as its learning rate falls, so their product does not change.
+    """
     root = math.sqrt(width)
     vectors = dict.fromkeys(_pattern(spec.name) for spec in specs if not spec.decay)
     made: list[GroupFields] = [{"match": pattern, "lr_factor": 1.0} for pattern in vectors]
@@ -98,6 +104,6 @@ def _groups(specs: Sequence[ParamSpec], width: float, weight_decay: float) -> li
 
 
 def _pattern(vector: str) -> str:
-    """Return a pattern that matches vectors like this one, and no matrix."""
+    """Build a name pattern that matches this vector and similar ones, but no matrix."""
     last = vector.rpartition(".")[2]
     return "*norm.weight" if last == "weight" else f"*.{last}"

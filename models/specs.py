@@ -1,44 +1,47 @@
 """A GPT as a list of parameter specs: names, shapes, cuts, initial values.
 
 Modules, the parameter count, initialisation, predictions and checkpoints are built from this list, so a parameter has
-one name and one shape everywhere. Symbols: h hidden size, d head size, f MLP width, V vocabulary, S sequence length.
+one name and one shape everywhere. The table gives each parameter's name in layer N, its shape, and how tensor parallelism cuts it.
+Symbols: h is the hidden size, d the head size, f the MLP's width, V the vocabulary size, S the sequence length.
 
-    embedding.word.weight                [V, h]              rows cut (padded to vocab_multiple); tied: also the head
+    embedding.word.weight                [V, h]              rows cut (padded to vocab_multiple); if tied, the head reads it too
     embedding.position.weight            [S, h]              learned positions only
-    layers.N.attention.norm.{weight,bias}     [h]            bias with LayerNorm only
-    layers.N.attention.post_norm.{weight,bias} [h]           norm_placement after or both; the others before or both
+    layers.N.attention.norm.{weight,bias}     [h]            if norm_placement is before or both; bias with LayerNorm only
+    layers.N.attention.post_norm.{weight,bias} [h]           if norm_placement is after or both
     layers.N.attention.q.weight          [heads, d, h]       heads cut; shares a GEMM with kv
-    layers.N.attention.kv.weight         [2, kv_heads, d, h] heads cut, replicated when kv_heads < tp
+    layers.N.attention.kv.weight         [2, kv_heads, d, h] heads cut; each is on several ranks if kv_heads < tp
     layers.N.attention.{q,kv}.bias       [heads, d], [2, kv_heads, d]
-    layers.N.attention.sinks             [heads]             heads cut; kinds with sinks only
-    layers.N.attention.{q,k}_norm.weight [d]                 QK-norm; over all heads [heads, d], [kv_heads, d], cut
+    layers.N.attention.sinks             [heads]             heads cut; only in layers whose kind has sinks
+    layers.N.attention.{q,k}_norm.weight [d]                 with QK-norm; if over all heads: [heads, d], [kv_heads, d], cut
     layers.N.attention.proj.weight       [h, heads, d]       input heads cut (row parallel)
     layers.N.attention.proj.bias         [h]
     layers.N.mlp.{norm,post_norm}.{weight,bias} [h]
-    layers.N.mlp.up.weight               [f, h]              not gated; rows cut
-    layers.N.mlp.gate_up.weight          [2, f, h]           gated; dim 1 cut
+    layers.N.mlp.up.weight               [f, h]              if the MLP is not gated; rows cut
+    layers.N.mlp.gate_up.weight          [2, f, h]           if the MLP is gated; dim 1 cut
     layers.N.mlp.down.weight             [h, f]              columns cut (row parallel)
 
 In layers with E experts, each f_e wide, these replace up, gate_up and down:
 
-    layers.N.mlp.router.weight           [E, h]              whole on every rank, which sees its tokens only
-    layers.N.mlp.router.bias             [E]                 used in the choice; no gradient
+    layers.N.mlp.router.weight           [E, h]              whole on every rank; each rank routes only its own tokens
+    layers.N.mlp.router.bias             [E]                 added to scores when experts are chosen; has no gradient
     layers.N.mlp.experts.up.weight       [E, f_e, h]         experts cut over ep, rows over etp; gated: gate_up [E, 2, f_e, h]
     layers.N.mlp.experts.down.weight     [E, h, f_e]         experts cut over ep, columns over etp
-    layers.N.mlp.shared.*                                    an MLP with width f_e x the shared experts, cut over tp
+    layers.N.mlp.shared.*                                    an MLP f_e x (number of shared experts) wide, cut over tp
 
-Multi-token prediction layers continue the numbering, and have besides:
+Multi-token prediction layers continue the layer numbers. They have an ordinary layer's parameters, and also:
 
-    layers.N.mtp.embedding_norm.*        [h]                 on the embedding of a token ahead
-    layers.N.mtp.hidden_norm.*           [h]                 on the previous output
-    layers.N.mtp.projection.weight       [h, 2 h]            whole on every rank, which projects its tokens
-    layers.N.mtp.norm.*                  [h]                 before the head
+    layers.N.mtp.embedding_norm.*        [h]                 norm of the embedding of a token ahead
+    layers.N.mtp.hidden_norm.*           [h]                 norm of the previous layer's hidden states
+    layers.N.mtp.projection.weight       [h, 2 h]            whole on every rank; each rank projects only its own tokens
+    layers.N.mtp.norm.*                  [h]                 norm between this layer and the head
+
+After the model's own layers:
 
     final_norm.{weight,bias}             [h]
-    head.weight                          [V, h]              untied only
+    head.weight                          [V, h]              rows cut; only if the embedding is not tied
 
-Latent attention replaces q and kv (`models/attention_specs.py`). An extension's parts list their own parameters
-(`engine/config/extension.py`).
+Latent attention has other parameters instead of q and kv (`models/attention_specs.py`). An extension's parts list their own
+parameters (`engine/config/extension.py`).
 """
 
 import math
@@ -75,14 +78,15 @@ def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Count all parameters' elements."""
+    """Count the elements of all parameters."""
     return sum(spec.numel for spec in model_specs(model))
 
 
 def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ...]:
     """List one pipeline stage's parameters in forward order.
 
-    The word embedding is on both end stages if the last one needs it too, as the head or for tokens ahead.
+    The word embedding is on the first stage. The last stage holds it too if the head is tied to it, or if multi-token prediction
+    embeds tokens there.
     """
     specs: list[ParamSpec] = []
     if stage.has_embedding:
@@ -157,7 +161,10 @@ def _block(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
 
 
 def _residual(model: ModelConfig) -> Init:
-    """GPT-2's initialisation for a projection that writes to the residual stream: std / sqrt(2 * layers), one per write."""
+    """Initialise a projection whose output is added to the residual stream: std / sqrt(2 * layers), as in GPT-2.
+
+    2 * layers is the number of such additions in a forward.
+    """
     return Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
 
 
@@ -170,7 +177,7 @@ def _attention(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
 
 
 def up_name(model: ModelConfig) -> str:
-    """Name of an MLP's first projection."""
+    """Name of an MLP's first projection: `gate_up` if the activation is gated, else `up`."""
     return "gate_up" if model.activation_kind.is_gated else "up"
 
 
@@ -229,7 +236,7 @@ def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> Par
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[ParamSpec]:
-    """List the parameters of any norm over h."""
+    """List the parameters of a norm over h, built in or an extension's; `name` is the norm's name."""
     if model.own.norm is not None:
         yield from within(f"{name}.", model.own.norm.specs(model))
         return

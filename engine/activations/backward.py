@@ -7,8 +7,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 def run_backward(output: torch.Tensor | GradientEdge, grad: torch.Tensor) -> None:
     """Run `torch.autograd.backward(output, grad)` without its Python checks; the C++ engine checks the shape again.
 
-    Those checks import sympy for symbolic shapes, which are not used here. The import costs each rank half a second on one core and
-    34 MiB, in its first step (torch 2.13).
+    The Python checks import sympy for symbolic shapes, which this project does not use. In each rank's first step, the import costs
+    half a second on one core and 34 MiB (torch 2.13).
 
     Args:
         output: the forward's result, or its edge in the autograd graph.

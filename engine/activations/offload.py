@@ -96,7 +96,8 @@ class HostMemory:
         page_lock: lock for the buffers' pages; None: the device's default.
 
     Attributes:
-        making: context entered while a buffer is taken, for memory accounting (no step after the first allocates one).
+        making: function that returns a context, which is entered while a buffer is taken from the pool. Memory accounting sets it;
+            only the first step allocates buffers.
         pool: the buffers.
     """
 
@@ -107,7 +108,7 @@ class HostMemory:
         self.pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
 
     def send(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies to the host. The tensors stay until `let_go`."""
+        """Post the copies to the host, and return their mark. The device tensors stay until `let_go`."""
         copies = []
         for each in moved:
             assert each.tensor is not None
@@ -117,13 +118,16 @@ class HostMemory:
         return self.lane.post(copies)
 
     def let_go(self, moved: Sequence[OffloadedStorage], mark: Mark) -> None:
-        """Free the device memory that was copied by the `send` with this mark."""
+        """Free the device tensors; later compute work first waits for the copies of the `send` that returned `mark`."""
         self.lane.wait(mark)
         for each in moved:
             each.tensor = None
 
     def fetch(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies back to the device. Use the tensors only after `arrived`; the buffers are free at once."""
+        """Post the copies back to the device, and return their mark.
+
+        Use the device tensors only after `arrived`. The host buffers return to the pool at once.
+        """
         copies = []
         for each in moved:
             assert each.buffer is not None and each.tensor is None
@@ -135,7 +139,7 @@ class HostMemory:
         return self.lane.post(copies)
 
     def arrived(self, mark: Mark) -> None:
-        """Make later compute work wait for the `fetch` copies with this mark."""
+        """Make later compute work wait for the copies of the `fetch` that returned `mark`."""
         self.lane.wait(mark)
 
     @property

@@ -1,8 +1,8 @@
 """Recomputation of activations in the backward ("activation checkpointing"; in this project a checkpoint is a file).
 
-`recompute(function, *tensors)` keeps only the tensors. The backward runs the whole function again, with all its collectives
-(torch's own utility stops the replay early and skips the last one). Random state needs no replay, because dropout is a hash of
-sample and position.
+`recompute(function, *tensors)` keeps only the tensors. The backward runs the whole function again, with all its collectives;
+torch's own utility stops the replay early, so it would skip the last collective. Random state needs no replay, because dropout is a
+hash of sample and position.
 
 The function may use parameters: their gradients go to main grads, never through autograd.
 """
@@ -42,9 +42,9 @@ class _Recompute(torch.autograd.Function):
 
 
 def watch_replay(node: Node, watch: Callable[[Sequence[torch.Tensor], torch.Tensor], None]) -> None:
-    """Call `watch(inputs, output)` when the backward replays this node's function; no other node is changed.
+    """If `recompute` created the node, call `watch(inputs, output)` when the backward replays the node's function.
 
-    The output has the autograd graph that the function's forward did not record.
+    The replay records the autograd graph of `output`, which the forward did not record. Other nodes are left as they are.
     """
     # The type's name, not `node.name()`: a function that sets `ctx.name` hides the method.
     if type(node).__name__ != f"{_Recompute.__name__}Backward":

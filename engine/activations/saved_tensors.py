@@ -13,14 +13,14 @@ from triaxis.engine.activations.offload import HostMemory
 Result = TypeVar("Result")
 
 TensorObserver = Callable[[torch.Tensor], None]
-"""Called with each tensor that holds device memory for a backward."""
+"""Function that is called with each tensor that stays in device memory for a backward."""
 
 ATTENTION = "attention"
-"""The part that `SavedTensors.recomputed_inside` serves: its output is saved, its inner tensors are recomputed."""
+"""Name of the part wrapped with `SavedTensors.recomputed_inside`: attention's output is saved, its inner tensors are recomputed."""
 
 
 def unobserved(tensor: torch.Tensor) -> None:
-    """Observe nothing."""
+    """Ignore the tensor; the observer in runs that account for no memory."""
 
 
 class SavedTensors:
@@ -62,15 +62,21 @@ class SavedTensors:
         return output
 
     def recomputed(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap `function`, with the same result; if `part` is recomputed, autograd saves a recipe in place of the result."""
+        """Wrap `function` without changing its result.
+
+        If `part` is recomputed, autograd saves the function and its inputs instead of the result, and recomputes the result.
+        """
         return function
 
     def recomputed_inside(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap `function(tensors, *others)`, with the same result; if `part` is recomputed, only `tensors` are saved."""
+        """Wrap `function(tensors, *others)` without changing its result.
+
+        If `part` is recomputed, autograd saves only `tensors`, and the backward runs the whole function again.
+        """
         return function
 
     def makes_again(self, part: str) -> bool:
-        """Test whether the running layer recomputes `part`; False while the layer is replayed as a whole."""
+        """Whether the layer whose forward is running will recompute `part`; False during the replay of a whole layer."""
         return False
 
     def once(self, function: Callable[[], Result]) -> Result:

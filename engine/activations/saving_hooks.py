@@ -1,6 +1,8 @@
 """The policy that keeps, recomputes or moves to host memory each tensor that autograd saves.
 
-    kept         the tensor.
+Until the backward, autograd holds one of these in place of a saved tensor:
+
+    kept         the tensor itself.
     recomputed   a cheap function (a norm, an activation) and its inputs; it runs once in the backward for all users of its result.
     moved        a place in host memory (`engine/activations/offload.py`): the tensor leaves while the next layer is computed,
                  and comes back during that layer's backward.
@@ -9,8 +11,8 @@ One pair of hooks decides (`torch.autograd.graph.saved_tensors_hooks`), for torc
 is a storage, so several views into it count as one. A recomputed function's inputs are saved by the same rule, so chains are
 recomputed from their first kept or moved tensor.
 
-Recomputed functions must give the same bits and must not communicate. Whole layers do communicate, so they go through `recompute`.
-Some of their results must not be computed twice, such as the choice of experts: `once` keeps them for the replay.
+Recomputed functions must give the same bits and must not communicate. Whole layers do communicate, so `recompute` replays them.
+Some results inside a layer must not be computed twice, such as the choice of experts: `once` keeps those for the replay.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -39,7 +41,7 @@ class SavingHooks(SavedTensors):
         host: host memory for moved tensors, or None if none is moved.
         min_bytes: smallest tensor size that is moved, in bytes.
         weights: function that returns this rank's weights, which are never moved; called when the first layer moves its tensors.
-        on_saved: observer called with each tensor that holds device memory for a backward.
+        on_saved: observer called with each tensor that stays in device memory for a backward.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class SavingHooks(SavedTensors):
             self._memo = None
 
     def _replaying(self, function: Function, *inputs: torch.Tensor, is_replay: bool) -> torch.Tensor:
-        """Run `function(*inputs)` with the policy's `is_replay` set."""
+        """Run `function(*inputs)` while the policy's attribute `is_replay` has the given value."""
         before, self.is_replay = self.is_replay, is_replay
         try:
             return function(*inputs)
@@ -221,7 +223,7 @@ class _Memo:
         return self
 
     def next(self, function: Callable[[], Result]) -> Result:
-        """Return the recorded result, or record one."""
+        """Return the recorded result of this call; in the forward, run `function` and record its result."""
         if self._next == len(self._results):
             result = function()
             for each in result if isinstance(result, tuple) else (result,):
@@ -244,13 +246,13 @@ class _Source:
         self.made: torch.Tensor | None = None
 
     def use(self, pack: "Callable[[torch.Tensor], torch.Tensor | _View]") -> None:
-        """Count one more user; save the inputs for the first."""
+        """Count one more user; at the first one, save the inputs too, by the policy `pack`."""
         if not self.num_uses:
             self.inputs = [pack(each) for each in self.inputs if isinstance(each, torch.Tensor)]
         self.num_uses += 1
 
     def whole(self) -> torch.Tensor:
-        """Return the tensor, computed for the first user and freed after the last."""
+        """Return the tensor: the first user's call computes it, the last user's call drops it."""
         made = self.made
         if made is None:
             with torch.no_grad():
@@ -325,7 +327,7 @@ class _Layer:
             self.host.let_go(list(self._moved.values()), self._mark)
 
     def fetch(self) -> None:
-        """Post the copies back unless they are posted already."""
+        """Post the copies back to the device, unless this was done before."""
         if self.host is not None and self._moved and not self._is_fetched:
             self._mark = self.host.fetch(list(self._moved.values()))
             self._is_fetched = True
@@ -334,7 +336,10 @@ class _Layer:
                 self.on_saved(each.tensor)
 
     def need(self) -> None:
-        """Wait for the copies at the start of the layer's backward, and drop them: each needed one is held by a `_Fetched`."""
+        """At the start of the layer's backward, wait for the copies to the device and drop the references to them.
+
+        A `_Fetched` in the graph still refers to each storage that the backward needs.
+        """
         self.fetch()
         if self.host is not None and self._moved:
             self.host.arrived(self._mark)

@@ -10,9 +10,9 @@
         step_00000800.retired/          being removed
         lock                            held by the only process that may write here
 
-A save goes in this order: all files are written and fsynced under the name with the attempt; manifest.json, then its hash; the
-folder is renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest` intact. Replacing a
-checkpoint of the same step takes two renames; between them, the `.replaced` one still counts.
+A save goes in this order: all tensor files are written and fsynced in the folder with the attempt in its name; manifest.json is
+written, then its hash; the folder is renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest`
+intact. Replacing a checkpoint of the same step takes two renames; between them, the `.replaced` folder counts as the checkpoint.
 """
 
 import re
@@ -47,7 +47,7 @@ def step_name(step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A loadable checkpoint: its folder, and its manifest, which names files of the right sizes."""
+    """A complete checkpoint: its folder and its valid manifest; every file has the size that the manifest states."""
 
     folder: Path
     manifest: Manifest
@@ -60,7 +60,7 @@ class CheckpointDirectory:
         self.path = path
 
     def steps(self) -> dict[int, Path]:
-        """Return finished folders by step, ascending; a replaced one counts until its successor is in place."""
+        """Map each step to its finished folder, ascending; a `.replaced` folder counts if the step has no other."""
         entries = self._entries()
         found = {int(match[1]): entry for entry in entries if (match := _REPLACED.fullmatch(entry.name))}
         found |= {int(match[1]): entry for entry in entries if (match := _STEP.fullmatch(entry.name))}
@@ -78,7 +78,7 @@ class CheckpointDirectory:
     def candidates(self, damaged: list[str]) -> Iterator[Candidate]:
         """Yield complete checkpoints, best first: the one that `latest` names, then the others, newest first.
 
-        Incomplete folders are passed over, and their problems appended to `damaged`.
+        Folders with a damaged or incomplete checkpoint are passed over, and their problems appended to `damaged`.
         """
         first = self.latest()
         if first is not None and (candidate := _look(first, damaged)) is not None:
@@ -93,11 +93,11 @@ class CheckpointDirectory:
         yield from others
 
     def step_folder(self, step: int) -> Path:
-        """Return the path of a complete checkpoint."""
+        """Return the path that a complete checkpoint of this step has."""
         return self.path / step_name(step)
 
     def partial(self, step: int, attempt: int) -> Path:
-        """Return the path of a checkpoint while it is being written."""
+        """Return the path that a checkpoint has while this attempt writes it."""
         return self.path / f"{step_name(step)}.attempt_{attempt:02d}"
 
     def commit(self, partial: Path, step: int) -> Path:
@@ -123,7 +123,10 @@ class CheckpointDirectory:
         return final
 
     def sweep(self) -> list[str]:
-        """Remove half-written checkpoints left by dead attempts; return their names."""
+        """Remove half-written checkpoints left by dead attempts; return the removed names.
+
+        A `.replaced` folder whose step has no other checkpoint gets its final name back.
+        """
         for step, folder in self.steps().items():
             if _REPLACED.fullmatch(folder.name):
                 folder.rename(self.step_folder(step))
@@ -138,7 +141,7 @@ class CheckpointDirectory:
         Args:
             newest: step that was just saved, complete and always kept.
             keep_last: number of checkpoints to keep, counted back from `newest`; None keeps all.
-            keep_every: interval in steps; checkpoints at its multiples are kept as well.
+            keep_every: interval in steps; checkpoints at multiples of the interval are kept as well.
         """
         if keep_last is None:
             return []
@@ -194,10 +197,10 @@ def folder_of_run(run: Path) -> Path:
 
 
 def find(path: Path) -> Candidate:
-    """Find the checkpoint at a user's path: a checkpoint, a folder of checkpoints (its latest), or a run directory.
+    """Find the checkpoint at a user's path: a checkpoint, or the latest one in a folder of checkpoints or a run directory.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; the message names complete ones in the same folder.
+        CheckpointError: there is no checkpoint, or it is damaged; the message names complete ones in the same folder.
     """
     if _is_one(path):
         try:
@@ -230,7 +233,7 @@ def folders_at(path: Path) -> list[Path]:
     """List every checkpoint at a user's path, complete or not: the path itself, or those in a folder or run directory, by step.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     if _is_one(path) and path.exists():
         return [path]

@@ -1,4 +1,4 @@
-"""The environment that must match for a bit-identical resume, and its differences (with any, results match only to rounding)."""
+"""The environment that must match for a bit-identical resume; if anything in it differs, results match only to rounding."""
 
 import platform
 from collections.abc import Mapping
@@ -45,6 +45,9 @@ def describe_environment(engine: Engine) -> dict[str, Any]:
 
 
 def layout_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """List all differences between a saved layout and this one, as `tp 2 -> 4` or `kernels.attention sdpa -> flash`."""
+    """List where a saved layout differs from this one, as `tp 2 -> 4` or `kernels.attention sdpa -> flash`.
+
+    Only the keys of `here` are compared.
+    """
     was, now = dict(flat(there)), dict(flat(here))
     return [f"{key} {was.get(key, 'unknown')} -> {value}" for key, value in now.items() if was.get(key) != value]

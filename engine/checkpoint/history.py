@@ -4,12 +4,13 @@
     recent losses             from the last steps, as input for the next limits; with `resilience.skip_above_deviations` their
                               gradient norms too
 
+A step beyond one of these limits is a fault. The factors are fields of `resilience`:
 
-    divergence         loss_spike x median of 64 losses
-    loss, grad_norm    mean + skip_above_deviations x standard deviation of the last skip_window numbers
+    divergence         loss_spike x median of the last 64 losses
+    loss, grad_norm    mean + skip_above_deviations x standard deviation, both over the last skip_window numbers
 
 The second rule follows OLMo-core (optim/skip_step_optimizer.py) with three differences: a number below the mean is never an
-outlier, skipped steps do not enter the mean, and neither does the previous step.
+outlier, and the mean includes neither skipped steps nor the previous step.
 """
 
 import json
@@ -27,7 +28,7 @@ from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.storage.state_files import read_object
 
 SKIPPED = "skipped.json"
-"""Name of the file in a run's checkpoint folder."""
+"""Name of the file with skipped ranges and rollbacks, in a run's checkpoint folder."""
 
 MEDIAN_OVER = 64
 """Number of losses in the median."""
@@ -37,13 +38,13 @@ MEDIAN_FROM = 8
 
 @dataclass(slots=True)
 class RunHistory:
-    """The history of one run, identical on every rank.
+    """One run's faults and recent numbers, identical on every rank.
 
     Attributes:
-        skipped: skipped sample ids.
-        num_rollbacks: rollbacks over all attempts.
-        losses: (step from 0, loss) of the last steps, ascending.
-        grad_norms: (step from 0, gradient norm) of the same steps; empty if no limit depends on them.
+        skipped: ranges of skipped sample ids.
+        num_rollbacks: number of rollbacks over all attempts.
+        losses: (step from 0, loss) for the last steps, ascending.
+        grad_norms: (step from 0, gradient norm) for the same steps; empty if no limit depends on gradient norms.
     """
 
     skipped: SkippedRanges = field(default_factory=SkippedRanges)
@@ -77,7 +78,7 @@ class RunHistory:
         )
 
     def continue_from(self, other: "RunHistory") -> None:
-        """Take over another history's losses and gradient norms."""
+        """Replace the losses and gradient norms by those in another history."""
         self.losses, self.grad_norms = list(other.losses), list(other.grad_norms)
 
     def write(self, folder: Path) -> None:
@@ -91,7 +92,7 @@ class RunHistory:
 
 
 def _before(step: int, numbers: Sequence[tuple[int, float]], most: int) -> list[float]:
-    """Return the last numbers, at most `most`, that every rank knows when `step` is posted."""
+    """Return the last numbers, at most `most`, from steps up to `step` - 2: those that every rank knows when it posts `step`."""
     return [number for at, number in numbers if at <= step - 2][-most:]
 
 

@@ -61,7 +61,7 @@ def write_checkpoint(
         config: known part of the resolved configuration, at least its `model` section.
         source: origin of the checkpoint, for people who read the manifest.
         lineage: ancestors of the checkpoint, oldest first.
-        has_moments: the shards include the optimizer's moments, and the average if `config` has one, so that a run can resume.
+        has_moments: whether the shards include the optimizer's moments, and the average if `config` has one. A run can then resume.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
@@ -117,7 +117,7 @@ def _write(
 def read_tensor(
     folder: Path, manifest: Manifest, name: str, kind: Kind = "master", box: Box | None = None
 ) -> torch.Tensor:
-    """Read one tensor, or a box of it, in its saved dtype, on the CPU.
+    """Read one tensor, or only the part inside `box`, in its saved dtype, on the CPU.
 
     Raises:
         CheckpointError: the tensor is missing or damaged.
@@ -136,7 +136,7 @@ def read_tensor(
 
 
 def read_weights(candidate: Candidate, name: str, which: WhichWeights) -> torch.Tensor:
-    """Read one whole parameter, as trained or averaged, in its saved dtype, on the CPU.
+    """Read one whole parameter, its trained value or its moving average, in the saved dtype, on the CPU.
 
     Raises:
         CheckpointError: the parameter is missing or damaged.

@@ -3,8 +3,8 @@
     runs/demo/lock                 held by rank 0 of the run while it lives
     runs/demo/checkpoints/lock     held by the run that saves there, whatever its name, or by a conversion that writes there
 
-The kernel releases a lock when its holder dies. A lock belongs to the file, not to its name. After the folder was removed or moved,
-another process can lock a new file with the same name; `is_in_place` detects this.
+The kernel releases a lock when the process that holds it dies. A lock belongs to the file, not to the file's name. So after the
+folder was removed or moved, another process can lock a new file with the same name; `is_in_place` detects this.
 """
 
 import errno
@@ -39,7 +39,10 @@ class FolderLock:
         self._descriptor: int | None = _lock(folder, advice)
 
     def is_in_place(self) -> bool:
-        """Whether the folder still holds the locked file; False after the folder was removed or moved."""
+        """Whether the folder still holds the locked file.
+
+        False after `close`, or after the folder was removed or moved. True if the file system does not answer.
+        """
         if self._descriptor is None:
             return False
         try:

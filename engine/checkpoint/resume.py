@@ -1,11 +1,13 @@
 """The start of a run: from its own newest checkpoint, from one named in the config, or from initial weights.
 
-    --from-scratch                         its own checkpoints are ignored, and moved aside once the run has begun
+The first line that applies decides:
+
+    --from-scratch                         ignore the run's own checkpoints; they are moved aside once the run has begun
     the run has checkpoints of its own     resume from the newest complete one (what `latest` names first)
       .. none of them is complete          stop; --from-scratch starts again
-    else checkpoint.load names one         resume from it, or take its weights (checkpoint.load_what)
+    checkpoint.load names a checkpoint     resume from it, or load only its weights (checkpoint.load_what)
       .. it is missing or damaged          stop
-    else                                   initial weights
+    none of these                          initial weights
 
 Rank 0 decides, all ranks load, and all agree that everything was loaded. Nothing ever falls back to random weights.
 """
@@ -44,9 +46,9 @@ class ResumePoint:
     Attributes:
         state: step and counters; step 0 for a fresh start.
         source: folder of the loaded checkpoint; None for initial weights.
-        loaded: what was loaded from it.
+        loaded: part of `source` that was loaded: everything, or only weights.
         lineage: ancestors to record in the run's own checkpoints.
-        differences: printable lines on differing layout and accepted fields, and what they change.
+        differences: printable lines about layout fields and accepted fields that differ, and about their consequences.
         passed_over: problems with newer checkpoints that could not be used.
         history: the run's earlier faults and the samples it skips.
     """
@@ -68,9 +70,9 @@ def resume_or_start(
     Args:
         engine: freshly built engine.
         directory: the run's own checkpoints.
-        has_saved: whether this run has saved before (read on rank 0).
+        has_saved: whether this run has saved before; only rank 0's value counts.
         data: fingerprints of the run's data, as checkpoints record them.
-        from_scratch: ignore the run's own checkpoints (read on rank 0); they are moved aside afterwards.
+        from_scratch: whether to ignore the run's own checkpoints, which the caller moves aside later; only rank 0's value counts.
 
     Raises:
         CheckpointError: nothing can be loaded, the checkpoint is damaged or belongs to another model, or a field differs that must
@@ -86,7 +88,7 @@ def resume_or_start(
 
 
 def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dict[str, str]) -> ResumePoint:
-    """Load the run's newest complete checkpoint from before step number `step` (from 0); every rank calls it.
+    """Load the run's newest complete checkpoint that was saved before step `step` (from 0) ran; every rank calls this.
 
     Raises:
         CheckpointError: no such checkpoint exists, or none can be loaded; raised on every rank.
@@ -110,7 +112,11 @@ def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dic
 def _first_that_loads(
     engine: Engine, candidates: Iterator["ResumeCandidate"], data: dict[str, str], passed_over: list[str]
 ) -> ResumePoint | None:
-    """Load the first of rank 0's candidates that is whole; None if there are no candidates."""
+    """Load rank 0's candidates in order until every rank has loaded one; None if no candidate is left.
+
+    Raises:
+        CheckpointError: a candidate that is not the run's own cannot be loaded, or rank 0 refuses to go on.
+    """
     while True:
         chosen = _rank_0_decides(engine, lambda: next(candidates, None))
         if chosen is None:
@@ -126,7 +132,10 @@ def _first_that_loads(
 
 @dataclass(frozen=True, slots=True)
 class ResumeCandidate:
-    """A checkpoint to try: its folder, the part to load, and whether it is the run's own (then an older one may replace it)."""
+    """A checkpoint to try: its folder, the part to load, and whether it is the run's own.
+
+    If the run's own checkpoint cannot be loaded, an older one is tried; if another one cannot be loaded, the run stops.
+    """
 
     folder: Path
     what: LoadWhat
@@ -136,7 +145,7 @@ class ResumeCandidate:
 def _candidates(
     engine: Engine, directory: CheckpointDirectory | None, has_saved: bool, passed_over: list[str]
 ) -> Iterator[ResumeCandidate]:
-    """Yield checkpoints to try, best first; none if the run starts from initial weights (runs on rank 0)."""
+    """Yield the checkpoints to try, best first; none if the run starts from initial weights. Runs on rank 0 only."""
     config = engine.config
     for candidate in directory.candidates(passed_over) if directory is not None else ():
         manifest, source = candidate.manifest, f"{candidate.folder} (of this run)"
@@ -167,7 +176,7 @@ def _candidates(
 
 
 def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]) -> ResumeCandidate | None:
-    """Return rank 0's decision on every rank.
+    """Run `decide` on rank 0 and return its result on every rank.
 
     Raises:
         CheckpointError: rank 0 cannot decide; raised on every rank.
@@ -190,7 +199,7 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]
 
 
 def _load(engine: Engine, chosen: ResumeCandidate, data: dict[str, str]) -> tuple[str, ResumePoint | None]:
-    """Load on every rank and agree; return (reasons, None) if any rank failed."""
+    """Load the chosen checkpoint on every rank; return ("", resume point), or (reasons, None) if any rank failed."""
     world, device = engine.topology.axis("world"), engine.topology.device
     reason, point = "", None
     candidate = None
@@ -232,7 +241,7 @@ def _resume_point(
 
 
 def _check_phase(engine: Engine, folder: Path, state: TrainingState) -> None:
-    """Refuse a checkpoint from another phase than the one these ranks were started for.
+    """Refuse a checkpoint that belongs to another phase of the run than the phase that these ranks were started for.
 
     Raises:
         CheckpointError: the phases differ; the message names both.
@@ -269,7 +278,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> RunHistory:
-    """Return the run's history, plus the samples that the configuration skips.
+    """Build the run's history from the checkpoint, and add the samples that the configuration skips.
 
     Raises:
         CheckpointError: the history is damaged, or samples to be skipped were already trained on.
@@ -291,7 +300,7 @@ def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> R
 
 
 def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
-    """Report what happens to the moving average if only the run or only its checkpoint has one."""
+    """Report what happens to the moving average if only the run or only the checkpoint has one."""
     is_saved, is_kept = EMA in manifest.kinds, EMA in engine.optimizer.state_kinds
     if is_saved == is_kept:
         return []
@@ -301,10 +310,10 @@ def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
 
 
 def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
-    """Return the accepted differences in the data.
+    """List the accepted differences between the checkpoint's data and the run's, as printable lines.
 
     Raises:
-        CheckpointError: a difference was not accepted, or cannot be.
+        CheckpointError: the tokenizer differs, or a corpus differs and `accept` does not name the data.
     """
     saved, data = candidate.manifest.state.data, tree_without_secrets(data)
     compared = [part for part in data if part in saved]
@@ -327,7 +336,11 @@ def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequenc
 
 
 def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
-    """Check that all elements were loaded and, for a resume in the same dtype, that the fingerprint is the saved one."""
+    """Check that all elements were loaded; if the saved dtype equals the engine's, check the fingerprint too.
+
+    Raises:
+        CheckpointError: elements are missing, or a fingerprint is not the saved one.
+    """
     topology, manifest = engine.topology, candidate.manifest
     (numel,) = topology.axis("world").sum_values([saved_numel(engine.optimizer)], topology.device, "begin")
     if int(numel) != manifest.num_parameters:

@@ -1,11 +1,13 @@
 """The rules for differences between a saved run and the one that continues it.
 
-    layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    only speed: always allowed, and printed
-    meant     learning rate, data, dtype, length of the run, ...          another run, but a sane one: named in `checkpoint.accept`
-    never     shape of the model, samples per step                        the weights or the place in the data would be meaningless
+Each configuration field has one of three verdicts, which says what happens if the field differs:
 
-Settings that change silently make losses jump, so every difference is one of the three. The configuration's sections declare which
-(`triaxis.engine.config.section.OnResume`).
+    layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    allowed and printed: only the speed changes
+    meant     learning rate, data, dtype, length of the run, ...          allowed if named in `checkpoint.accept`
+    never     shape of the model, samples per step                        refused: weights or place in the data would be meaningless
+
+A setting that changes silently can make losses jump, so no difference is ignored. The configuration's sections declare the
+verdicts (`triaxis.engine.config.section.OnResume`).
 """
 
 import shlex
@@ -28,7 +30,10 @@ _OPTIMIZER = "optimizer.name"
 _SHOWN = 12
 
 SEQUENCE_COUNTS = "model.moe.balance.sequence_counts"
-"""What the sequence loss counts; a resumed run keeps its value (`with_kept_counts`). Older versions always counted `choices`."""
+"""Field for what the sequence loss counts; a resumed run keeps the saved value (`with_kept_counts`).
+
+Older versions always counted `choices`.
+"""
 
 ABSENT = "absent"
 """Shown value of a field that one of the two configurations lacks."""
@@ -50,10 +55,10 @@ class Change:
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     """List every field that differs between a saved configuration (as JSON) and `config`, in field order.
 
-    A missing field counts as its default if its section was saved or only affects speed: an older version lacked the field, and new
-    fields do nothing by default. Other missing fields count as "absent", since an import may have no data section. If a section is
-    null on one side, the other side's fields are the differences. If the saved run does not record what its sequence loss counts,
-    that is no difference.
+    A field that was not saved counts as its default if its section was saved or the field affects only speed: an older version
+    lacked the field, and new fields do nothing by default. Other fields that were not saved count as "absent", since an import may
+    have no data section. If a section is null on one side, the other side's fields are the differences. If the saved run does not
+    record what its sequence loss counts, that field is no difference.
     """
     # Recorded values contain no secrets, so a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
@@ -79,7 +84,7 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
-    """Return `config` with the saved run's choice of what the sequence loss counts, unless the change is accepted.
+    """Copy the saved run's choice of what the sequence loss counts into `config`, unless `checkpoint.accept` names that field.
 
     Args:
         there: the saved run's configuration, as JSON.
@@ -94,7 +99,7 @@ def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
 
 
 def lengthening(config: Config, num_steps: int) -> str:
-    """Return the overrides with which a run that has made `num_steps` steps makes as many again."""
+    """Return the overrides that let a finished run of `num_steps` steps continue to twice that length, as text for the user."""
     accept = list(config.checkpoint.accept)
     tokens, steps = planned_tokens(config), planned_steps(config)
     if config.phases:
@@ -109,7 +114,7 @@ def lengthening(config: Config, num_steps: int) -> str:
 
 
 def accepting(names: Sequence[str]) -> str:
-    """Return the override that accepts differences in these fields, quoted: some shells take brackets for a file pattern."""
+    """Return the override that accepts differences in these fields, quoted because some shells expand brackets as file patterns."""
     return shlex.quote(f"checkpoint.accept=[{','.join(names)}]")
 
 
@@ -117,13 +122,13 @@ def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens:
     """Refuse phases under which the consumed tokens would have been read differently.
 
     Args:
-        there: configuration that the tokens were read with, as JSON.
+        there: configuration of the saved run, which consumed the tokens, as JSON.
         config: configuration of the continuing run.
         consumed_tokens: tokens consumed so far.
-        source: owner of the saved configuration, for the message.
+        source: name of the checkpoint that has the saved configuration, for the message.
 
     Raises:
-        CheckpointError: other samples or batches would have been read, or what was read is not recorded.
+        CheckpointError: under `config` other samples or batches would have been read, or `there` does not record what was read.
     """
     if consumed_tokens == 0 or not (there.get("phases") or config.phases):
         return
@@ -144,11 +149,11 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
 
     Args:
         found: differences, from `changes`.
-        accept: `checkpoint.accept`, fields or sections whose differences are meant.
-        source: owner of the saved configuration, for the message.
+        accept: value of `checkpoint.accept`, the fields or sections whose differences are meant.
+        source: name of the checkpoint that has the saved configuration, for the message.
 
     Raises:
-        CheckpointError: a field differs that must never change, or one that is not accepted.
+        CheckpointError: a field with the verdict `never` differs, or a field with the verdict `meant` that is not accepted.
     """
     never = [change for change in found if change.verdict == "never"]
     unmeant = [change for change in found if change.verdict == "meant" and not _covered(change.key, accept)]
@@ -174,7 +179,7 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
 
 
 def _default(key: str) -> Any:
-    """Return a field's default as JSON; `ABSENT` if it has none or its section is optional."""
+    """Return a field's default as JSON; `ABSENT` if the field has no default or its section is optional."""
     *sections, name = key.split(".")
     section: type[Section] = Config
     for inner in sections:

@@ -5,8 +5,8 @@
     WRITING     its thread writes rank_<n>.safetensors                  the flags show that all have written, or one has failed
     COMMITTING  rank 0's thread writes the manifest and renames         the flag shows that rank 0 has
 
-All ranks are in the same phase, because only the flags in the step's small all-reduce change it. No rank waits for another rank's
-disk, and no thread communicates. Flags are read one step after they were sent, so each flag names its phase.
+All ranks are in the same phase, because only the flags in the step's small all-reduce change the phase. No rank waits for another
+rank's disk, and no thread communicates. Flags are read one step after they were sent, so each flag names its phase.
 
 At most one save runs; the next one waits for it. A failed save is reported with its rank and reason, and its files are removed.
 Older checkpoints stay, and training continues to the next interval. Only a run's last save must succeed.
@@ -57,11 +57,11 @@ class RunFacts:
     Attributes:
         run: name of the run directory.
         attempt: attempt number, from 0.
-        data: fingerprints of the data, by part.
+        data: fingerprints of the training data by part, the tokenizer's identity, and the end-of-document id.
         lineage: the run's ancestors, oldest first.
         wandb_id: callable that returns the wandb run's id once it is known.
         specs: all parameters of the model (a rank's engine holds only its own).
-        history: the run's faults so far; it changes during the run.
+        history: the run's faults so far; the object is updated during the run.
     """
 
     run: str
@@ -74,7 +74,7 @@ class RunFacts:
 
 
 class SaveNotices(Protocol):
-    """Receiver of save events; called on every rank with the same arguments."""
+    """Receiver of save events; its methods are called on every rank with the same arguments."""
 
     def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None: ...
     def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None: ...
@@ -137,7 +137,10 @@ class CheckpointSaver:
         return SaveFlags(committed=1.0) if is_done else SaveFlags(not_committed=1.0)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether `after_step` saves or fingerprints after `step` steps; if so, read the flags of all steps so far first."""
+        """Whether `after_step` will save or fingerprint after `step` steps.
+
+        If so, the caller must first give `agreed` the flags of all steps so far.
+        """
         return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
 
     def after_step(
@@ -146,11 +149,11 @@ class CheckpointSaver:
         """Start the save that is due after step number `step` (from 1).
 
         Args:
-            step: optimizer steps made.
-            consumed_samples: training samples consumed.
-            lr: learning rate of the step.
-            is_last: the run ends here, so it is saved whatever the interval.
-            validation_is_due: the run stops before the validation after this step has a loss.
+            step: number of steps so far, including this one.
+            consumed_samples: number of training samples consumed so far.
+            lr: learning rate in this step.
+            is_last: whether the run ends after this step, so that it is saved whatever the interval.
+            validation_is_due: whether the run stops although the validation that follows this step has not run.
         """
         if self._fingerprint_is_due(step):
             values = fingerprint(self._engine)
@@ -244,7 +247,7 @@ class CheckpointSaver:
             self._saved()
 
     def settle(self) -> None:
-        """Wait for a running save and the disk; every rank calls it after the same step."""
+        """Wait until a running save is on the disk or has failed; every rank calls this after the same step."""
         while self._phase is not _Phase.IDLE:
             future = self._pending()
             if future is not None:

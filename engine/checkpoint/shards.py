@@ -2,8 +2,8 @@
 
     rank (tp, pp, dp)  owns  flat parts of its buckets  ->  segments of parameters  ->  shards, per kind
 
-Each element is saved once over the world: its data-parallel owner in the first replica saves it. Every rank loads every element
-it owns; the other data-parallel ranks then receive the weights in the step's usual all-gather.
+Each element is saved by exactly one rank: its data-parallel owner in the first replica. A rank loads every element that it owns;
+the other data-parallel ranks then receive the weights in the step's usual all-gather.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -28,7 +28,7 @@ Flat = TypeVar("Flat", bound=Values)
 
 
 def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
-    """Cut the owned part of a bucket (`flat`, live or copied) into shards of parameters."""
+    """Cut `flat`, the owned part of a bucket (live or copied), into one shard per parameter segment."""
     origin = owned.bucket.owned[0]
     for segment in owned.segments:
         record, at = segment.record, segment.offset - origin
@@ -42,25 +42,25 @@ def saved_buckets(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
 
 
 def having(buckets: Sequence[OwnedBucket], kind: Kind) -> Iterator[OwnedBucket]:
-    """Yield the buckets that have state of a kind: untrained parameters have no moments."""
+    """Yield the buckets that have state of this kind; buckets with untrained parameters have no moments."""
     return (owned for owned in buckets if kind in owned.state.kinds)
 
 
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
     """Load this rank's weights (and moments, with `all`) from a checkpoint of any layout; every rank calls it.
 
-    With `all`, the moving average is loaded if the checkpoint has one; else it starts as the loaded weights. If a parameter was
-    frozen there and is trained here, its moments begin at zero and its average as the weight.
+    With `all`, the moving average is loaded if the checkpoint has one; otherwise it starts as the loaded weights. If a parameter
+    was frozen in the checkpoint's run and is trained in this one, its moments begin at zero and its average as the weight.
 
-    Memory: besides the state, one piece at a time, and one kind in the accumulation dtype if it is stored in another form.
-    After an error the engine is partly filled: rebuild it or load again.
+    Memory: besides the state, two pieces, and one kind in the accumulation dtype if that kind is stored in another form. After an
+    error the engine is partly filled: rebuild it or load again.
 
     Returns:
-        The state to continue from: the checkpoint's own, or a fresh start's with `weights`.
+        The state to continue from: with `all` the checkpoint's own, with `weights` that of a fresh start.
 
     Raises:
-        CheckpointError: another model, damage, or missing moments; raised only on the rank that finds it. All ranks must agree
-            before any continues (`resume.py` does that).
+        CheckpointError: the checkpoint belongs to another model, is damaged, or has no moments. Only the rank that finds this
+            raises, so all ranks must agree before any continues (`resume.py` does that).
     """
     manifest = candidate.manifest
     if what == "all" and manifest.content == "weights":
@@ -113,7 +113,7 @@ def fingerprint(engine: Engine, leave_out: Collection[str] = ()) -> dict[Kind, i
 
     Args:
         engine: engine that holds the state.
-        leave_out: names of parameters that do not count.
+        leave_out: names of parameters to leave out of the sum.
     """
     kinds = engine.optimizer.state_kinds
     sums = torch.zeros(len(kinds), dtype=torch.int64, device=engine.topology.device)

@@ -1,10 +1,10 @@
 """One rank's writer: a copy of the state in host memory, and a thread that writes it to disk.
 
     training      | step | copy | step | step | step ...            training waits only for the copy
-    this thread            `--- widen, write, hash, fsync ---> result, asked for with the step's flags
+    this thread            `--- widen, write, hash, fsync ---> result, which the next step's flags report
 
-The copy keeps the state's stored form (`engine/optimizer/state.py`), so narrow state takes less host memory and less bandwidth to
-the GPU. The thread widens one piece at a time; files always hold the accumulation dtype.
+The copy keeps the state's stored form (`engine/optimizer/state.py`), so narrow state takes less host memory and less bandwidth from
+the device. The thread widens one piece at a time to the accumulation dtype, which files always hold.
 
 The thread issues no collective and touches no training tensor. A failed write is retried a few times from the beginning, and each
 failure is reported.
@@ -33,11 +33,11 @@ PURPOSE = Purpose(
 )
 
 RETRY_PAUSES_SECONDS = (1.0, 4.0)
-"""Pauses before the second and third attempt: a full disk or a failing file system may recover."""
+"""Pauses before the second and third attempt to write: a full disk or a failing file system may recover."""
 
 
 class FromCpu:
-    """Copies from CPU memory, complete when posted."""
+    """A `ToHost` for state in CPU memory: `post` copies at once, so `finish` has nothing to wait for."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -52,7 +52,7 @@ class FromCpu:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The result of one rank's write."""
+    """One rank's manifest entry for the file that it wrote, and the seconds that this took."""
 
     file: DataFile
     seconds: float
@@ -64,10 +64,10 @@ class RankWriter:
     Args:
         optimizer: owner of the saved state.
         rank: rank number, part of the file's name.
-        in_background: keep a copy in host memory to write from, as large as the state; if False, the file is written from the live
-            state, and training must wait for the result.
-        on_retry: called in the thread with the error of each attempt that is retried.
-        page_lock: lock for the host memory; None: the device's default.
+        in_background: whether to keep a copy of the state in host memory and write from that copy. If False, the file is written
+            from the live state, and training must wait for the result.
+        on_retry: function called in the thread with the error, each time an attempt is retried.
+        page_lock: page lock for the copy's host memory; None: the device's default.
         to_host: copier into host memory; None: the device's default.
         thread: executor for the write; None: a new thread.
 

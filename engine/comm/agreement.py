@@ -1,10 +1,11 @@
-"""The flags that all ranks sum in a step's one small all-reduce, known to the host; 0.0 or 1.0 before the sum.
+"""The flags that each rank's host raises (1.0) or not (0.0), and that all ranks sum in a step's one small all-reduce.
 
 The all-reduced vector begins with numbers from the device: squared gradient norm, loss sum, and rows that did not fit into the
 experts' buffers. Then come these flags, then a loss sum for each token ahead (multi-token prediction).
-`triaxis.engine.step.Engine.update` names them.
+`triaxis.engine.step.Engine.update` builds the vector and names its numbers.
 
-The counted labels are summed before the step (`triaxis.engine.step.Engine.post_labels`), because the backward divides by them.
+The number of counted labels is not in the vector. It is summed before the step (`triaxis.engine.step.Engine.post_labels`), because
+the backward divides by them.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ NUM_SUMS = 3
 
 
 class SaveFlags(NamedTuple):
-    """State of the save in progress: one rank's flags, or for each flag the number of ranks that raised it."""
+    """Flags about the checkpoint save in progress: one rank's, or for each flag the number of ranks that raised it."""
 
     written: float = 0.0
     not_written: float = 0.0
@@ -30,7 +31,11 @@ class StopFlags(NamedTuple):
 
 
 class StepFlags(NamedTuple):
-    """One rank's flags in a step, or their sums; `retried`: its allocator has had to free memory since the previous step."""
+    """All flags of a step: one rank's, or for each flag the number of ranks that raised it.
+
+    Attributes:
+        retried: whether the rank's allocator has had to free memory and try again since the previous step.
+    """
 
     save: SaveFlags = SaveFlags()
     stop: StopFlags = StopFlags()
@@ -42,7 +47,7 @@ class StepFlags(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "StepFlags":
-        """Rebuild the flags from what `values` listed."""
+        """Build the flags from numbers in the order of `values()`."""
         num_save, num_stop = len(SaveFlags._fields), len(StopFlags._fields)
         assert len(values) == num_save + num_stop + 1, f"{len(values)} flags: the traffic of a step is a constant"
         return cls(SaveFlags(*values[:num_save]), StopFlags(*values[num_save:-1]), values[-1])

@@ -1,13 +1,13 @@
 """The only caller of torch.distributed's communication, and what its backends do differently: gloo, NCCL and the fake one.
 
-- gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
-  all-to-all and summed here in rank order, in the accumulation dtype. That order does not depend on how buckets are cut.
+- gloo's own tensor reduce-scatter runs an all-reduce, which sends twice the bytes. So for gloo this module exchanges the chunks by
+  all-to-all and sums them in rank order, in the accumulation dtype. That order does not depend on how buckets are cut.
 - torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
-- The first p2p call on an NCCL group must involve the whole group, so `connect` reduces one element beforehand.
+- The first point-to-point call on an NCCL group must involve the whole group, so `connect` reduces one element beforehand.
 - NCCL opens a pair's connection in the first group call that names it, and blocks the host until the peer makes the mirrored
   call. `connect_ring` therefore exchanges one element with both ring neighbours, each way.
 - gloo's sends cannot be queried for completion, so one thread per axis waits for them. NCCL's sends can be queried.
-- The fake backend (used for a footprint) has no peer to send to, and its handles never complete.
+- The fake backend (used for a footprint) has no peer to send to, and the handles of its sends never complete.
 - gloo reads host memory only: GPU tensors are copied to the host and back (`triaxis.engine.comm.staging`).
 """
 
@@ -43,7 +43,12 @@ class Message:
 class Pending:
     """An asynchronous call. It keeps its tensors alive until `wait()`, which may be called repeatedly.
 
-    `written` is the ledger with the call's event in it; the ledger's observers follow the call.
+    Args:
+        result: tensor that `wait` returns, unless `finish` computes another.
+        work: the backend's handles; empty if nothing is in flight.
+        finish: function that computes the result once the handles have completed; None: the result is `result`.
+        written: the ledger that recorded the call, and the recorded event. The ledger's observers then follow the call.
+        keep: further tensors to keep alive until the wait.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class _WatchedSend:
 
 
 class _TakenSend:
-    """A send on the fake backend, which counts as received at once."""
+    """A send on the fake backend. No peer exists to receive it, so it counts as complete at once."""
 
     def wait(self) -> None:
         pass
@@ -110,12 +115,12 @@ class _TakenSend:
 
 
 class Backend:
-    """One axis's process group.
+    """The calls on one axis's process group.
 
     Args:
         group: process group with more than one rank.
         ranks: the members' global ranks, in order.
-        carrier: object that makes the group's calls (`triaxis.engine.comm.staging`); None: they are made directly.
+        carrier: object through which the group's calls go (`triaxis.engine.comm.staging`); None: calls go to torch directly.
     """
 
     def __init__(
@@ -129,7 +134,13 @@ class Backend:
         self._watcher: ThreadPoolExecutor | None = None
 
     def call(self, call: Callable[[Seen], Sequence[Any]], *uses: TensorUse) -> list[Work]:
-        """Run `call` and return one handle per use. `call` receives a function that maps a tensor to the one the backend sees."""
+        """Run `call`, through the carrier if there is one, and return one handle per use.
+
+        Args:
+            call: function that calls torch and returns the handles. Its argument is a function that maps a tensor to the one that
+                torch gets: the tensor itself, or its copy in host memory.
+            uses: for each handle, the tensors that its call reads and writes.
+        """
         if self.carrier is not None:
             return self.carrier.post(call, uses)
         works = list(call(lambda tensor: tensor))
@@ -263,6 +274,6 @@ class Backend:
         return CPU if self.kind == "gloo" else device
 
     def _synchronize(self, device: torch.device) -> None:
-        """Wait until the device has run the posted calls; other backends' calls have finished when they return."""
+        """If the backend is NCCL, wait until the device has run the posted calls; on other backends they have already finished."""
         if self.kind == "nccl":
             torch.cuda.synchronize(device)

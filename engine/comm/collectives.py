@@ -1,9 +1,9 @@
 """The verbs of communication: every collective and every send, labelled and written down.
 
-An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending` (`triaxis.engine.comm.backends`), whose `wait()`
-gives the result. Whatever runs between posting and waiting overlaps the call. A one-rank axis is the identity and issues no op;
-no other file needs to know that. Each call is labelled with its purpose and written to the `Ledger`. Differences between backends
-are in `triaxis.engine.comm.backends`.
+An `Axis` is one group of ranks as one member sees it. Its verbs (`all_reduce`, `broadcast`, ...) return a `Pending`
+(`triaxis.engine.comm.backends`), whose `wait()` returns the result. Whatever runs between the post and the wait overlaps the call.
+On a one-rank axis a verb returns its input unchanged and calls nothing, so callers need no special case. Each call is labelled with
+its purpose and written to the `Ledger`. Differences between backends are in `triaxis.engine.comm.backends`.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 class Axis:
     """One group of ranks, as this member sees it.
 
-    A peer is an index on the axis, not a global rank: a layer's code does not depend on its axis's place in the grid. A verb posts
-    and never waits, except `sum_values` and `barrier`. The caller chooses where to wait, and thus what runs meanwhile. Results can
-    go into the caller's memory (`out`), because gradients and weights have fixed places in flat tensors.
+    Verbs name a peer by its index on the axis, not by its global rank. So a layer's code does not depend on where the axis lies in
+    the grid. A verb posts and never waits, except `sum_values` and `barrier`. The caller chooses where to wait, and thus what runs
+    meanwhile. Results can go into the caller's memory (`out`), because gradients and weights have fixed places in flat tensors.
 
     Attributes:
         name: axis name ("tp", "dp", "pp_forward", ...), which labels its calls in the ledger.
@@ -33,7 +33,7 @@ class Axis:
 
     Args:
         group: process group with these ranks; None for a single rank.
-        carrier: object that makes the group's calls (`triaxis.engine.comm.staging`); None: the axis makes them.
+        carrier: object through which the group's calls go (`triaxis.engine.comm.staging`); None: calls go to torch directly.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Axis:
         self._backend = None if group is None else Backend(name, group, self.ranks, carrier)
 
     def with_ledger(self, ledger: Ledger) -> "Axis":
-        """Copy this axis, sharing its process group, with another ledger."""
+        """Return a copy of this axis that shares its process group but records its calls in `ledger`."""
         axis = copy(self)
         axis.ledger = ledger
         return axis
@@ -122,7 +122,7 @@ class Axis:
     ) -> Pending:
         """Send the next `sent[i]` rows of `tensor` [sum(sent), ...] to each member i in turn; `sent[i]` may be 0.
 
-        The result has `received[i]` rows from each member in turn; both ends must know their numbers.
+        The result has `received[i]` rows from each member i in turn. Sender and receiver must both know each row count in advance.
         """
         backend = self._backend
         if backend is None:
@@ -157,7 +157,7 @@ class Axis:
         ]
 
     def close(self) -> None:
-        """Stop the backend's thread, if there is one."""
+        """Stop the thread that watches gloo's sends, if there is one."""
         if self._backend is not None:
             self._backend.close()
 

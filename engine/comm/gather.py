@@ -1,11 +1,11 @@
 """Gathers one row of numbers from each rank on rank 0, through groups that exist already.
 
     along tp    every rank receives the rows of its tensor-parallel group
-    along pp    ranks with tp index 0 receive the rows of their pipeline, pp x tp
+    along pp    ranks with tp index 0 receive all pp x tp rows of their pipeline
     along dp    ranks with tp and pp index 0 receive all rows; rank 0 is one of them
 
-A rank's traffic does not depend on the number of replicas, except for the ranks in the last line. An all-gather over the
-world would bring all rows to all ranks. A gather by sends and receives would open a connection from rank 0 to each rank.
+Only the ranks in the dp line have traffic that grows with the number of replicas. An all-gather over the world would bring all rows
+to all ranks. A gather by sends and receives would open a connection from rank 0 to each rank.
 """
 
 from itertools import pairwise
@@ -19,9 +19,9 @@ ORDER = ("tp", "pp", "dp")
 
 
 class Gathering:
-    """Rows on their way to rank 0, each 1-D and equally long on every rank.
+    """One gather in progress: every rank's row travels to rank 0. Rows are 1-D and equally long on every rank.
 
-    All ranks create one, and call `finish` in the same order.
+    All ranks create the same gatherings in the same order, and call `finish` on them in the same order.
     """
 
     def __init__(self, topology: Topology, row: torch.Tensor, purpose: str) -> None:

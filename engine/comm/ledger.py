@@ -1,11 +1,11 @@
 """The ledger: what one rank called since its last reset, in order.
 
     post   op, axis, purpose, the input tensor's dtype and numel, group size; for a send or receive also the peer and the group call
-    wait   the same call number, written when the wait for the result returns
-    mark   a named point in the computation (attention to a gathered piece, say), so that order in the ledger proves overlap; also
-           a host read of device values, which observers follow from beginning to end
+    wait   the same call's index, written when the wait for the result returns
+    mark   a named point in the computation, such as attention to a gathered piece: its place between a post and a wait proves that
+           they overlap; also a host read of device values, whose begin and end the observers are told
 
-A call is recorded as it was made, with nothing derived from it.
+A call is recorded with its own arguments; the ledger derives nothing from them, such as wire bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,11 +45,11 @@ class Event(NamedTuple):
     """One line in the ledger.
 
     Attributes:
-        call: number of the call within the step; marks carry -1.
+        call: index of the call since the ledger's last reset; -1 for a mark.
         dtype: the input tensor's torch dtype; None for a mark.
         numel: the input tensor's number of elements; for `all_to_all_rows`, only those that go to other members.
         peer: the other member in a send or receive (an index on the axis); NO_PEER for a collective.
-        group_call: number of the first call in the same group call; a collective carries its own number.
+        group_call: index of the first call in the same group call; for a collective its own index.
     """
 
     phase: Literal["post", "wait", "mark"]
@@ -67,7 +67,8 @@ class Event(NamedTuple):
 class WaitObserver(Protocol):
     """An observer that follows a rank's calls, its waits for them, and its host reads.
 
-    `handles` are the backend's (`triaxis.engine.comm.staging.Work`), and `mark` is the read's event.
+    `posted` is the call's event, `handles` are the backend's handles for it (`triaxis.engine.comm.staging.Work`), and `mark` is the
+    host read's event.
     """
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None: ...
@@ -78,7 +79,11 @@ class WaitObserver(Protocol):
 
 
 class Ledger:
-    """One rank's calls; each of the `observers` in turn follows them and the rank's waits."""
+    """The record of one rank's calls, waits and marks.
+
+    Args:
+        observers: objects that the ledger and `Pending` notify, in this order, of calls, waits and host reads.
+    """
 
     def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:
         self.observers = tuple(observers)
@@ -86,7 +91,7 @@ class Ledger:
         self._num_calls = 0
 
     def reset(self) -> None:
-        """Begin a new step."""
+        """Delete all events and number calls from 0 again, as a new step begins."""
         self.events = []
         self._num_calls = 0
 
@@ -101,7 +106,13 @@ class Ledger:
         place: int = 0,
         numel: int | None = None,
     ) -> Event:
-        """Record a call with a tensor. `place` is its place in its group call; a given `numel` replaces the tensor's own count."""
+        """Record a call and return its event.
+
+        Args:
+            tensor: the call's input tensor.
+            place: the call's index within its group call.
+            numel: number of elements to record; None: the tensor's own.
+        """
         call = self._num_calls
         numel = tensor.numel() if numel is None else numel
         event = Event("post", call, op, axis, purpose, tensor.dtype, numel, group_size, peer, call - place)
@@ -121,7 +132,7 @@ class Ledger:
 
     @contextmanager
     def host_read(self, purpose: str) -> Iterator[None]:
-        """Record that the host reads device values inside this `with` block, where it waits until the device has them."""
+        """Record that this `with` block reads device values on the host, which waits there until the device has computed them."""
         mark = _mark(HOST_READ, purpose)
         self.events.append(mark)
         for observer in self.observers:

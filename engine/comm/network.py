@@ -1,13 +1,13 @@
 """Finds the network interface that leads to the other ranks, and opens sockets that listen only there.
 
-A node's cluster interface is the one over which it reaches MASTER_ADDR. A single-node run meets at 127.0.0.1, so all its
-traffic stays on the loopback.
+A node's cluster interface is the one over which it reaches MASTER_ADDR. A single-node run meets at 127.0.0.1, so all its traffic
+stays on the loopback interface. The steps from the name to the sockets:
 
     MASTER_ADDR ->  address to talk from   the kernel's route; no packet is sent
                 ->  interface              gloo's and NCCL's sockets (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME where unset)
                 ->  listening socket       the store's, on rank 0's node: torch's own would listen on every interface
 
-These ports have no password: any program that reaches the store can end or mislead the run.
+The sockets ask for no password: any program that reaches the store can end or mislead the run.
 """
 
 import ipaddress
@@ -48,12 +48,13 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
 
     Args:
         master_addr: name or address at which the ranks meet.
-        several_nodes: whether ranks run on other nodes too. A name that means a loopback address here then means a different
-            machine there: many machines list their own name in /etc/hosts as 127.0.1.1. In that case the user's choice counts,
-            then the only interface there is. (A loopback address itself means that all "nodes" are this machine.)
+        several_nodes: whether ranks run on other nodes too. Many machines list their own name in /etc/hosts as 127.0.1.1, an
+            address that other nodes cannot reach. If the name resolves to such an address, the result is the interface that the
+            user's variables name, else the only other interface. (If `master_addr` itself is a loopback address, all "nodes" are
+            this machine.)
 
     Raises:
-        TopologyError: the name does not resolve, there is no route, or no single interface qualifies.
+        TopologyError: the name does not resolve, there is no route to it, or no single interface qualifies.
     """
     addresses = _addresses()
     source = _route(master_addr)
@@ -70,13 +71,16 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
 
 
 def interface_variables(interface: Interface, variables: Mapping[str, str]) -> dict[str, str]:
-    """Build the variables that gloo and NCCL need and the user has not set. (NCCL reads a bare name as a prefix, `=` as exact.)"""
+    """Build the environment variables that tell gloo and NCCL the interface, without those that the user has set.
+
+    NCCL's value is `=NAME`: NCCL would read a bare name as a prefix of interface names.
+    """
     wanted = {GLOO_VARIABLE: interface.name, NCCL_VARIABLE: f"={interface.name}"}
     return {name: value for name, value in wanted.items() if not variables.get(name)}
 
 
 def listening_socket(interface: Interface, port: int) -> socket.socket:
-    """Open a socket that listens at this address only. The caller closes it, or whoever owns its file descriptor does.
+    """Open a socket that listens at the interface's address only. The caller must close it or pass its descriptor to an owner.
 
     Args:
         port: port number; 0 picks a free one.
@@ -101,7 +105,11 @@ def listening_socket(interface: Interface, port: int) -> socket.socket:
 
 
 def _route(host: str) -> str:
-    """Find the address from which this node talks to `host`; if `host` is this node's own address, that address."""
+    """Find the address from which this node talks to `host`; if `host` is this node itself, that is `host`'s own address.
+
+    Raises:
+        TopologyError: the name does not resolve, or there is no route to it.
+    """
     try:
         found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
     except socket.gaierror as error:
@@ -141,7 +149,13 @@ def _is_loopback(addresses: list[str]) -> bool:
 
 
 def _chosen(master_addr: str, addresses: Mapping[str, list[str]], variables: Mapping[str, str]) -> Interface:
-    """Choose the interface when MASTER_ADDR is a loopback address on a node that others have to reach."""
+    """Choose the interface if MASTER_ADDR resolves to a loopback address here and ranks on other nodes must reach this node.
+
+    It is the interface that the user's variables name, else the only one that leads out of the node.
+
+    Raises:
+        TopologyError: several interfaces lead out, or none does.
+    """
     named = [variables.get(name, "").removeprefix("=") for name in (GLOO_VARIABLE, NCCL_VARIABLE)]
     outward = {
         name: own

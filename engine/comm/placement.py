@@ -1,7 +1,7 @@
 """A rank's device and backend, and the check that all ranks' choices fit together.
 
-`place` follows the launcher's decision (`triaxis.engine.device.gpus`) or raises. `judge_places` runs on rank 0 before any
-group is made: one rank without its GPU ends all ranks.
+`place` follows the launcher's decision (`triaxis.engine.device.gpus`) or raises an error. `judge_places` runs on rank 0 before any
+group is created. If one rank has no GPU, it stops all ranks with one error.
 """
 
 import socket
@@ -36,10 +36,12 @@ class Place:
 
 
 def place(config: RuntimeConfig, local_rank: int, variables: Mapping[str, str]) -> Place:
-    """Follow the launcher's decision, or decide in the same way if our launcher did not start this rank.
+    """Choose this rank's device and backend: as the launcher decided, or by the same rules if our launcher did not start it.
 
     Args:
-        local_rank: this rank's number on its node.
+        config: the config's `runtime` section.
+        local_rank: index of this rank on its node.
+        variables: environment variables, through which the launcher states its decision.
 
     Raises:
         TopologyError: this rank cannot have the device or the backend, or the launcher's variables contradict the config.
@@ -79,9 +81,13 @@ def _lost_gpus(gpus: Gpus) -> str:
 
 
 def _gpu_of(local_rank: int, num_gpus: int, backend: str) -> torch.device:
-    """Choose the GPU with the rank's local number, or the only visible one; with gloo, ranks share the GPUs in turns.
+    """Choose the GPU with the index `local_rank`, modulo the number of visible GPUs.
 
-    SLURM shows each task only its own GPU with --gpus-per-task=1. `judge_places` finds two ranks on one GPU.
+    With gloo, several ranks can thus share a GPU. With NCCL, the index may exceed the number only if the rank sees a single GPU:
+    SLURM shows each task its own GPU with --gpus-per-task=1. `judge_places` finds two ranks on one GPU.
+
+    Raises:
+        TopologyError: the backend is NCCL, and the rank sees several GPUs but none with its index.
     """
     if backend == NCCL and local_rank >= num_gpus > 1:
         raise TopologyError(
@@ -100,10 +106,10 @@ def facts_of(where: Place) -> Facts:
 
 
 def judge_places(every: Sequence[Facts]) -> str | None:
-    """Find what is wrong with all ranks' places, given in rank order; see
-    `triaxis.engine.comm.store_agreement.compare_facts`.
+    """Describe what is wrong with all ranks' places, given in rank order; None if they fit.
 
-    A rank contributes what `facts_of` collected, or `host` and `problem` if it has no place.
+    A rank's facts are those of `facts_of`; if it has no place, they are `host` and `problem`.
+    `triaxis.engine.comm.store_agreement.compare_facts` calls this function on rank 0.
     """
     failed = {rank: str(facts["problem"]) for rank, facts in enumerate(every) if "problem" in facts}
     if failed:

@@ -39,7 +39,7 @@ COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """This process's place among the processes that were started together."""
+    """This process's place among all ranks, as the launcher's environment variables state it; the defaults are a lone process's."""
 
     rank: int = 0
     world_size: int = 1
@@ -51,7 +51,7 @@ class RankEnvironment:
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> "RankEnvironment":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; a lone process needs none.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; without the first two it is alone.
 
         Raises:
             TopologyError: some variables are set, and others are missing or not numbers.
@@ -77,7 +77,7 @@ class RankEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """One running rank."""
+    """One rank after `start`: its environment and device. `close` destroys the default process group."""
 
     environment: RankEnvironment
     device: torch.device
@@ -88,16 +88,16 @@ class Runtime:
 
 
 def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server: bool) -> dist.TCPStore:
-    """Open the store where ranks or launchers meet.
+    """Open the TCP store through which ranks or launchers find each other and exchange small facts.
 
     Args:
         interface: this node's interface to the others.
         port: the store's port; on the server, 0 picks a free one (then see `store.port`).
-        timeout: time limit for the store's answers.
+        timeout: time limit for each answer from the store.
         is_server: whether this process hosts the store; it then listens at the interface's address only.
 
     Raises:
-        PortTakenError: another process listens there.
+        PortTakenError: the port cannot be bound, usually because another process listens there.
     """
     if not is_server:
         return dist.TCPStore(interface.store_host, port, is_master=False, multi_tenant=True, timeout=timeout)
@@ -110,7 +110,7 @@ def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server
 
 
 def write_flight_record(path: Path) -> None:
-    """Write NCCL's last calls on this rank as JSON, if this process uses NCCL and its torch keeps them."""
+    """Write NCCL's last calls on this rank as JSON to `path`; do nothing if the process has no NCCL or torch no flight recorder."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return
     dump = next((getattr(_c10d, name) for name in _FLIGHT_RECORDERS if hasattr(_c10d, name)), None)
@@ -122,7 +122,7 @@ def write_flight_record(path: Path) -> None:
 def flight_recorder(torch_version: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Build the variable that starts NCCL's flight recorder in this torch version, unless the user set one.
 
-    Newer versions print a warning about the older name, on every rank.
+    The variable's name depends on the version: newer ones warn on every rank if they find the older name.
     """
     older, newer = FLIGHT_RECORDER_VARIABLES
     if any(variables.get(name) for name in FLIGHT_RECORDER_VARIABLES):
@@ -132,10 +132,10 @@ def flight_recorder(torch_version: str, variables: Mapping[str, str]) -> dict[st
 
 
 def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Divide the node's cores between its ranks' torch.compile workers, unless the user set the number.
+    """Build the variable that sets a rank's number of torch.compile workers, unless the user has set it.
 
-    By default each rank starts min(32, cores) workers. If a rank has so few cores that they may be its own (srun with
-    --cpus-per-task), it uses all of them.
+    By default each rank starts min(32, cores) workers. If the ranks' allowed cores add up to more than the node has, ranks share
+    them, and each gets an equal part. Otherwise a rank may have cores of its own (srun with --cpus-per-task) and uses all of them.
     """
     if variables.get(COMPILE_THREADS):
         return {}
@@ -152,7 +152,8 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
     MASTER_ADDR (`triaxis.engine.comm.network`). A hand-started torchrun uses torch's store, which listens on all interfaces.
 
     Raises:
-        TopologyError: raised on every rank, if one cannot have its device, or if the nodes and devices contradict each other.
+        TopologyError: raised on every rank, if one rank cannot use its device, or if the ranks' devices and backends do not fit
+            together.
         PeerLostError: a rank does not answer within `runtime.timeout_seconds`.
     """
     os.environ.update(compile_threads(environment.local_world_size, os.environ))
@@ -186,7 +187,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
 
 
 def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
-    """Connect to this attempt's store, which rank 0 or the launcher hosts."""
+    """Connect to the store for this start or restart, which rank 0 or the launcher hosts."""
     assert environment.master_port is not None, "a group of several ranks has an address"
     hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     interface = cluster_interface(
@@ -204,7 +205,7 @@ def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
 
 
 def _take(environment: RankEnvironment, config: RuntimeConfig) -> Place:
-    """Make this rank's device current, with the allocator set up before the first tensor.
+    """Choose this rank's device and make it current; the allocator is set up first, before any tensor exists.
 
     Raises:
         TopologyError: the rank cannot use the device.

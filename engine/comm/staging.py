@@ -1,17 +1,18 @@
-"""Runs a host-memory backend's calls on tensors that are elsewhere: copied out, called, copied back.
+"""Runs calls of a backend that reads host memory only, on GPU tensors: copies them out, calls, copies results back.
 
-With gloo, several ranks can share one GPU (NCCL refuses two ranks on one device). A single card can then run a whole layout's
-real kernels, streams and allocator. A call passes three places:
+With gloo, several ranks can share one GPU (NCCL refuses two ranks on one device). A single card can then run a whole layout's real
+kernels, streams and allocator. A call passes three stages:
 
     post      the side stream waits for the current stream, then copies the tensors that the call reads to pinned memory
     worker    a thread per process group waits for these copies, then makes the calls, in the order in which they were posted
     wait      the host waits for the backend; written tensors are copied back on the current stream
 
-Every rank makes its calls in the order of its posts: NCCL requires that, and gloo matches calls by it. The worker waits only for
-this rank's GPU, never for a peer, so two process groups cannot block each other. Unlike with NCCL, `wait` blocks the host.
+Each rank's calls on a group run in the order of their posts: NCCL requires that, and gloo matches calls by their order. The worker
+waits only for this rank's GPU, never for a peer, so two process groups cannot block each other. Unlike with NCCL, `wait` blocks the
+host.
 
-The CPU has no streams, so the worker makes the copies itself, late, as a busy GPU would. Code that changes a tensor between
-post and wait sends the wrong numbers there too. The tests use that.
+If the tensors are on the CPU, there are no streams. The worker then makes the copies itself, late, as a busy GPU would. So code
+that changes a tensor between post and wait sends the wrong numbers on the CPU too, which lets the tests find it.
 """
 
 import threading
@@ -32,24 +33,24 @@ Seen = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Work(Protocol):
-    """A backend's handle."""
+    """A handle for an asynchronous call, as torch.distributed returns it."""
 
     def wait(self) -> Any: ...
     def is_completed(self) -> bool: ...
 
 
 class TensorUse(NamedTuple):
-    """The tensors that one handle's call reads and writes; one that is reduced in place is in both."""
+    """The tensors that one handle's call reads and writes; a tensor that is reduced in place is in both lists."""
 
     read: Sequence[torch.Tensor] = ()
     written: Sequence[torch.Tensor] = ()
 
 
 class Carrier(Protocol):
-    """An object that makes one process group's calls, in place of its `Axis`."""
+    """An object through which one process group's calls go, instead of directly to torch; `Staging` is one."""
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
-        """Make `call`, after all calls that were posted before, and return one handle per use."""
+        """Make `call` after all calls that were posted before, and return one handle per use."""
         ...
 
     def close(self) -> None:
@@ -58,7 +59,7 @@ class Carrier(Protocol):
 
 
 class _Rooms:
-    """Host memory for one call's stand-ins; it goes back to the pool when all the call's handles are over."""
+    """Host memory for one call's stand-ins (copies of its tensors). The pool gets it back after the last handle's wait."""
 
     def __init__(self, pool: PinnedPool, vectors: Sequence[torch.Tensor], num_handles: int) -> None:
         self._pool = pool
@@ -69,7 +70,7 @@ class _Rooms:
         self._guard = threading.Lock()
 
     def over(self, event: torch.cuda.Event | None) -> None:
-        """Record that one handle is over; its work on the stream is done at `event`."""
+        """Record that one handle's wait is over; `event` marks the end of its copies on the stream, None if there are none."""
         with self._guard:
             self._events += [] if event is None else [event]
             self._num_open -= 1
@@ -111,7 +112,7 @@ class StagedWork:
             self._future.set_result(None)
 
     def get_future(self) -> "torch.futures.Future[None]":
-        """Return a future that completes at the end of `wait`: the tensors are not on their device before."""
+        """Return a future that completes at the end of `wait`; only then are the results in the caller's tensors."""
         if self._future is None:
             self._future = torch.futures.Future()
         return self._future
@@ -124,12 +125,13 @@ class StagedWork:
 
 
 class Staging:
-    """One process group's copies and worker.
+    """The carrier of one process group: it copies tensors to host memory, and its worker thread makes the calls.
 
     Args:
-        cuda: source of streams and events; None: torch.cuda if the device is a GPU. A race check passes its own.
+        cuda: object that provides streams and events as torch.cuda does; a race check passes its own. None: torch.cuda on a GPU,
+            and no streams elsewhere.
         worker: executor that makes the calls; None: a new thread.
-        page_lock: lock for the stand-ins' host memory; None: the device's.
+        page_lock: object that locks the pages of the stand-ins' host memory; None: the default for the device.
     """
 
     def __init__(
@@ -150,8 +152,8 @@ class Staging:
 
         Args:
             call: function that calls the backend and returns as many handles as there are uses.
-            uses: tensors that each handle reads and writes. Before its `wait`, read tensors must not change, and written tensors
-                have no value.
+            uses: for each handle, the tensors that its call reads and writes. Until the handle's `wait` returns, read tensors must
+                not change, and written tensors have no valid values.
 
         Returns:
             One handle per use.
@@ -188,12 +190,12 @@ class Staging:
         return cast(torch.cuda.Event, self._cuda.current_stream(self._device).record_event())
 
     def _lend(self, tensor: torch.Tensor) -> None:
-        """Let the owner release the tensor before the side stream has copied it."""
+        """Tell the allocator that the side stream reads the tensor, so the owner may release it before the copy has run."""
         assert self._side is not None
         tensor.record_stream(self._side)
 
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begin the copies (stand-in, tensor) and return a function that waits for them; on the CPU it makes them."""
+        """Begin to copy each tensor to its stand-in, and return a function that waits; without streams, it makes the copies."""
         if self._cuda is None or self._side is None:
             return lambda: _copy(copies)
         if not copies:

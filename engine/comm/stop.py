@@ -43,7 +43,7 @@ STOP_OF_SIGNAL = {
 
 
 def stop_signals() -> list[signal.Signals]:
-    """List the `STOP_OF_SIGNAL` signals that have an effect here: under nohup, SIGHUP is ignored from the start."""
+    """List the signals in `STOP_OF_SIGNAL`, without SIGHUP if this process ignores it, as under nohup."""
     return [one for one in STOP_OF_SIGNAL if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
@@ -54,7 +54,7 @@ class StopRequest:
         rank: this rank's number, for the line that reports a signal.
 
     Attributes:
-        agreed: reason why the run stops, the same on every rank; None: it goes on.
+        agreed: reason why the run stops, the same on every rank; None: the run goes on.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -83,7 +83,7 @@ class StopRequest:
         return StopFlags(float(Stop.PREEMPTED in self._asked), float(Stop.INTERRUPTED in self._asked))
 
     def decide(self, flags: Sequence[float]) -> None:
-        """Decide from all ranks' summed `flags()`, one step after another. Ctrl-C outranks a scheduler's signal."""
+        """Set `agreed` from a step's `flags()`, summed over all ranks. Ctrl-C on any rank outranks a scheduler's signal."""
         preempted, interrupted = flags
         if interrupted:
             self.agreed = Stop.INTERRUPTED

@@ -1,6 +1,7 @@
 """Facts that all ranks compare through their store before they communicate.
 
-A rank that differs would make the others wait for calls that it never makes. The store works even if no group can be made.
+If a rank's facts differ, the others would wait for calls that this rank never makes. The store works even if no process group can
+be created. The steps:
 
     every rank     writes its facts
     rank 0         reads all ranks' facts, judges them, writes the verdict
@@ -31,12 +32,12 @@ RANK_0_FIRST_SECONDS = 1.0
 
 @contextmanager
 def naming_the_silent(store: dist.Store, rank: int, keys: Mapping[int, str], ranks_per_node: int = 0) -> Iterator[None]:
-    """Turn a store timeout, in a wait for other ranks, into an error that names them; costs no message before that.
+    """Turn a store timeout in the `with` block into an error that names the silent ranks; without a timeout, send nothing.
 
     Args:
         store: store that the block waits on.
         rank: this rank.
-        keys: the key that each rank writes before or in the block, by rank.
+        keys: for each rank, the key that it writes to the store before or in the block.
         ranks_per_node: node size, so that the error can name nodes; 0: unknown.
 
     Raises:
@@ -70,7 +71,7 @@ def compare_facts(
     """Compare the facts of all ranks; every rank calls it.
 
     Args:
-        store: store that all ranks reach; its keys are used once.
+        store: store that all ranks reach; each comparison needs a store section of its own.
         facts: this rank's facts, in JSON's types.
         judge: function that takes the facts in rank order and returns what is wrong with them, or None. It runs on rank 0 only.
         ranks_per_node: node size, so that an error can name nodes; 0: unknown.
@@ -99,13 +100,14 @@ def compare_details(
 ) -> None:
     """Compare details that are too long to send from every rank; every rank calls it.
 
-    Ranks send a digest. If all digests are equal, that is all; otherwise rank 0 and the first rank that differs send their details.
+    Each rank sends a digest. If all digests are equal, nothing more is sent. Otherwise rank 0 and the first rank with another
+    digest send their details.
 
     Args:
-        store: store that all ranks reach; its keys are used once.
+        store: store that all ranks reach; each comparison needs a store section of its own.
         digest: digest of this rank's details.
         details: function that returns the details, in JSON's types.
-        judge: function that takes rank 0's details, the other's and its rank, and returns what is wrong. It runs on rank 0 only.
+        judge: function (rank 0's details, the other rank's details, the other rank) -> what is wrong. It runs on rank 0 only.
         ranks_per_node: node size, so that an error can name nodes; 0: unknown.
 
     Raises:
@@ -147,9 +149,9 @@ def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def rank_0_says(text: str, key: str) -> str:
-    """Return rank 0's text on every rank, through the default group's store; each key is used once.
+    """Return rank 0's text on every rank, through the default group's store; each call needs a new key.
 
-    A process without a group is alone, and returns its own text.
+    A process without a default group is alone and returns its own text.
 
     Raises:
         PeerLostError: rank 0 does not answer in time, see `naming_the_silent`.
@@ -169,15 +171,16 @@ def run_store(name: str) -> dist.Store:
 
 
 def is_alone() -> bool:
-    """Whether this is the only process: a footprint's world has one, and its store keeps nothing."""
+    """Whether this process runs without other ranks; true in a footprint too, whose backend and store are fake."""
     return not dist.is_initialized() or dist.get_backend() == "fake"
 
 
 def compare_group_counts() -> None:
-    """Refuse process groups that only some ranks have made; every rank in the default group calls it before it makes groups.
+    """Check that all ranks have created equally many process groups so far.
 
-    torch names a group after its ranks and the number of groups that this process has made so far. A rank with a different number
-    would wait for the others under a different name, until the timeout.
+    Every rank in the default group calls it before it creates groups. torch names a group after its ranks and the number of groups
+    that this process has created so far. With different numbers, ranks would wait for each other under different names, until the
+    timeout.
 
     Raises:
         TopologyError: raised on every rank, naming the ranks that differ.
@@ -191,7 +194,7 @@ def compare_group_counts() -> None:
 
 
 def judge_group_counts(every: Sequence[Facts]) -> str | None:
-    """Find ranks with a different number of process groups (`num_groups`, torch's default group included)."""
+    """Describe which ranks have how many process groups (fact `num_groups`, torch's default group included); None if all agree."""
     counts = grouped(every, lambda facts: str(facts["num_groups"]))
     if len(counts) == 1:
         return None

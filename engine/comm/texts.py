@@ -12,7 +12,7 @@ TEXT_BYTES = 4096
 def gather_text(
     axis: Axis, text: str, device: torch.device, purpose: str, most_bytes: int | None = TEXT_BYTES
 ) -> list[str]:
-    """Gather every member's text, in rank order: reasons for errors, say.
+    """Gather every member's text, in rank order; for example the reasons for errors.
 
     The members agree on the longest text first, so a round in which all texts are empty costs one number per member.
 
@@ -44,5 +44,5 @@ def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _text(content: bytes) -> str:
-    """Decode zero-padded bytes."""
+    """Decode UTF-8 bytes and drop the zeros that pad them."""
     return content.rstrip(b"\0").decode(errors="ignore")

@@ -47,7 +47,7 @@ from triaxis.engine.layout.rank_grid import RankGrid
 
 
 def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
-    """Build NCCL's options for a group that some axes share; None on other backends, which have no such options."""
+    """Build NCCL's options for the process group that the named axes share; None on other backends."""
     if dist.get_backend() != "nccl":
         return None
     # torch builds without NCCL lack this class.
@@ -57,7 +57,7 @@ def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
 
 
 def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
-    """Fill in an options object for torch's NCCL backend, which `make` builds; it holds the timeout too."""
+    """Build options for torch's NCCL backend, with a group's stream use and timeout; `make` is the options class."""
     options = make(is_high_priority_stream=use.is_urgent)
     if use.max_ctas is not None:
         options.config.max_ctas = use.max_ctas
@@ -67,23 +67,24 @@ def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
 
 
 class Topology:
-    """One rank's groups.
+    """One rank's process groups, as axes.
 
     A caller asks for an axis by name; the grid and the model decide which ranks it joins (`axis_groups`). All ranks walk the axes
     in one order, because a group's members must create it and open its connections at the same point. A one-rank axis exists and
-    does nothing. An axis that has no meaning for this rank is absent, so a wrong use fails at the look-up. A one-rank group in its
-    place would silently leave a sum out.
+    does nothing. An axis that has no meaning for this rank is absent, so a wrong use fails at the look-up. If it were a one-rank
+    axis instead, a sum over it would silently be left out.
 
     Args:
         grid: all ranks in the layout.
         kv_heads: the model's number of key/value heads; if it is below tp, replicas share a `kv_replicas` axis.
         has_experts: whether the model has layers with experts.
-        staged: whether tensors are carried through host memory; None: if the default group is gloo's and this rank is on a GPU.
-        timeout: time limit for a call on any group; None: torch's own for the backend.
-        carrier: factory for a process group's carrier, given its first axis's name and the ledger; a race check passes its own.
+        staged: whether calls copy tensors through host memory; None: yes if the default group is gloo's and this rank is on a GPU.
+        timeout: time limit for a call on any group; None: torch's default for the backend.
+        carrier: function (name of the group's first axis, ledger) -> carrier for a process group. A race check passes its own;
+            None: `Staging` if `staged`.
 
     Attributes:
-        staged: whether tensors are carried through host memory.
+        staged: whether calls copy tensors through host memory.
 
     Raises:
         TopologyError: the default process group and the grid differ in size.
@@ -135,7 +136,10 @@ class Topology:
     def _add(
         self, name: str, ranks: tuple[int, ...], channel: str, sharers: Sequence[str], timeout: timedelta | None
     ) -> None:
-        """Create this rank's group for the axis, which all `sharers` use; every rank walks the axes in the same order."""
+        """Create the axis `name`, and its process group unless another of the axes in `sharers` has created it.
+
+        Every rank walks the axes in the same order, so a group's members create it at the same point.
+        """
         group, carrier = None, None
         if len(ranks) > 1:
             key = (ranks, channel)
@@ -186,7 +190,7 @@ class Topology:
         return self._axes.get(name)
 
     def observed(self, observers: Sequence[WaitObserver]) -> "Topology":
-        """Copy this topology with its own ledger, whose waits `observers` follow.
+        """Return a copy of this topology with a ledger of its own, which reports calls, waits and host reads to `observers`.
 
         The copy shares the groups; only the original closes them.
         """

@@ -56,13 +56,16 @@ class RecomputeConfig(Section):
 
     @property
     def parts(self) -> frozenset[str]:
-        """Parts recomputed in each layer that is not recomputed whole."""
+        """Names of the parts that are recomputed in each layer that is not recomputed as a whole."""
         default = ["attention"] if self.granularity == "selective" else []
         return frozenset(default if self.modules is None else self.modules)
 
     @property
     def parts_made_again(self) -> frozenset[str]:
-        """`parts`, plus `activation` if `mlp` is among them: its input exists in the backward, so its output need not be kept."""
+        """`parts`, plus `activation` if `mlp` is among them.
+
+        Recomputing `mlp` provides the activation's input in the backward, so the activation's output need not be kept either.
+        """
         return self.parts | ({"activation"} if "mlp" in self.parts else set())
 
     def __str__(self) -> str:
@@ -206,7 +209,7 @@ def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
 
 
 def _decides_what_is_gathered(subject: Subject) -> bool:
-    """Whether available memory decides if gathered tensors are kept."""
+    """Whether `memory_gb` decides if gathered tensors are kept: a field is `auto`, and this run gathers such tensors."""
     config = subject.config
     return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
         config.recompute.gathered_kv == "auto"
@@ -286,7 +289,7 @@ def offload_is_of_layers(subject: Subject) -> Iterator[Problem]:
 
 
 def apex_has_the_form(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each choice that apex's fp32 AdamW kernel does not support."""
+    """Yield a problem for each setting that apex's fp32 AdamW kernel does not support, if the run uses that kernel."""
     precision, name = subject.config.precision, subject.config.optimizer.name
     if subject.config.kernels.optimizer != "apex":
         return

@@ -10,21 +10,21 @@ AttentionKernelName = Literal["sdpa", "flash", "cudnn", "efficient", "varlen", "
 PLAIN_ALONE: frozenset[str] = frozenset()
 WITHOUT_CAP = frozenset({"windows", "documents", "sinks", "parts"})
 ALL = WITHOUT_CAP | {"softcap"}
-"""Field names from `triaxis.engine.config.attention_kinds.AttentionPattern`."""
+"""What a kernel supports beyond plain causal attention: fields of `triaxis.engine.config.attention_kinds.AttentionPattern`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The conditions under which `auto` takes a choice, ahead of later rows.
+    """The conditions under which `auto` takes a kernel; the first kernel in `ATTENTION_KERNELS` that meets its conditions wins.
 
     Attributes:
-        is_half: the run's dtype must have 16 bits.
+        is_half: True if the run's dtype must have 16 bits.
         capability: lowest GPU compute capability; None: a CPU or any GPU.
         capabilities: the only compute capabilities allowed; empty: all.
         torch: lowest torch version (major, minor).
         above_cudnn: cuDNN version, in torch's form, that the installed one must exceed.
-        in_deterministic_mode: True if torch supports it in deterministic mode too.
-        for_plain: True if `auto` takes it for plain causal attention too.
+        in_deterministic_mode: True if torch supports the kernel in deterministic mode too.
+        for_plain: True if `auto` takes the kernel for plain causal attention too; False: only for other patterns.
     """
 
     is_half: bool = False
@@ -38,16 +38,16 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """A choice's abilities, and where its implementation is found.
+    """One value of `kernels.attention`: what the kernel supports, and where its implementation is.
 
     Attributes:
-        has: pattern fields that it computes, by device type.
+        has: features beyond plain causal attention that it supports, by device type; a device that is missing is not supported.
         made_by: "module:name" of the factory that builds its `Kernel` (`engine/kernels/masked_attention.py`) from a mask, a scale
-            and a logit cap; "": it has none. It is imported on the first call, since `engine/config` is a lower layer.
+            and a logit cap; "": there is none. The module is imported on the first call, since `engine/config` is a lower layer.
         made_for: device type that the `Kernel` is built for; "": any, and torch refuses it on devices where it does not run.
-        backend: torch backend for plain causal attention; "": torch chooses; None: its own kernel computes that too.
+        backend: torch's backend for plain causal attention; "": torch chooses one; None: torch's attention is not used.
         has_value_size: True if values may differ in size from queries and keys; otherwise values are padded with zeros.
-        auto: conditions under which `auto` takes it; None: never.
+        auto: conditions under which `auto` takes the kernel; None: never.
     """
 
     has: Mapping[str, frozenset[str]]
@@ -58,7 +58,7 @@ class AttentionKernel:
     auto: Auto | None = None
 
     def lacks(self, asked: frozenset[str]) -> str:
-        """Name the asked fields that it supports on no device, as "no documents, sinks"; "": none are lacking."""
+        """List the features in `asked` that the kernel supports on no device, as "no documents, sinks"; "" if it has all."""
         lacked = sorted(asked.difference(*self.has.values()))
         return f"no {', '.join(_WORDS.get(name, name) for name in lacked)}" if lacked else ""
 
@@ -110,4 +110,4 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
         "math": AttentionKernel({"cpu": PLAIN_ALONE, "cuda": PLAIN_ALONE}, backend="MATH", has_value_size=True),
     }
 )
-"""The records by name. Those that `auto` takes are in order of speed; the last of them runs anywhere."""
+"""The records by name. Those that `auto` may take come in order of speed, fastest first; the last of them runs anywhere."""

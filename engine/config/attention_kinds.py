@@ -2,12 +2,12 @@
 
     layers: [local*5, global]                         repeated, and cut at num_layers
     layer_kinds:
-      local: {window: 512, rope_base: 10000.0}        a kind gives what differs from the model's own fields
+      local: {window: 512, rope_base: 10000.0}        a kind lists the fields in which it differs from the model's own
       global: {rope_scaling: {type: linear, factor: 8.0}}
 
     ->  model.layer_kind(0) .. model.layer_kind(num_layers - 1)
 
-Readers (specs, modules, FLOPs, memory) take a layer's record, never the fields that it came from.
+All code that depends on a layer's kind (specs, modules, FLOPs, memory) reads the layer's record, never the configuration fields.
 """
 
 import math
@@ -107,7 +107,7 @@ _SCALINGS: Mapping[str, _Fields] = {
 
 
 def _given(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Dump the given fields as JSON."""
+    """Convert a scaling to JSON values, without the fields that have their default."""
     return None if scaling is None else scaling.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -138,10 +138,10 @@ class Rotary:
     """RoPE's frequencies; layers with an equal record share one table.
 
     Attributes:
-        dim: leading elements of a head that rotate.
+        dim: number of a head's elements that rotate, the first ones.
         base: theta.
         scaling: change to the frequencies; None: none.
-        is_long: True if samples are longer than in pretraining, which longrope distinguishes.
+        is_long: True if the scaling is longrope and samples are longer than in pretraining; `long_factor` then applies.
     """
 
     dim: int
@@ -158,9 +158,9 @@ class LayerKind:
         name: key in `model.layer_kinds`; "" if the model has no kinds.
         window: number of keys that a query sees, including its own; None: all up to its own.
         rotary: rotation applied to queries and keys; None: they do not rotate.
-        sinks: whether each head has a logit without a value.
-        has_experts: whether its MLP is a mixture of experts (`model.moe`).
-        is_mtp: whether it is a multi-token prediction layer (`model.mtp`), with a projection before it and the head after it.
+        sinks: whether each head has a learned logit in the softmax's denominator, which belongs to no key or value.
+        has_experts: whether the layer's MLP is a mixture of experts (`model.moe`).
+        is_mtp: whether it is a multi-token prediction layer (`model.mtp`), which follows a projection and precedes the head.
     """
 
     name: str
@@ -188,12 +188,12 @@ class AttentionPattern:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is asked."""
+        """Whether plain causal attention is enough."""
         return not self.asked
 
     @property
     def asked(self) -> frozenset[str]:
-        """Names of the properties that are asked."""
+        """Names of the features that the kernel must support, as in `AttentionKernel.has`."""
         return frozenset(each.name for each in fields(self) if getattr(self, each.name))
 
 
@@ -202,7 +202,7 @@ PLAIN = AttentionPattern()
 
 
 def attention_pattern(config: "Config") -> AttentionPattern:
-    """Collect what a run's attention needs. A window as long as the samples does not count as one."""
+    """Collect what a run's attention kernel must support. A window as long as the samples, or longer, counts as none."""
     model = config.model
     kinds = set(model.kinds)
     return AttentionPattern(
@@ -215,7 +215,7 @@ def attention_pattern(config: "Config") -> AttentionPattern:
 
 
 def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
-    """Resolve each layer's record, in order. Names that rules refuse resolve to the model's own fields."""
+    """Resolve each layer's record, in order. An unknown kind name, which a rule refuses, gives the model's own fields."""
     names = _names(model)
     by_name = {name: _resolved(model, name) for name in dict.fromkeys(names)}
     period = tuple(by_name[name] for name in names)
@@ -231,7 +231,7 @@ def layer_kind(model: "ModelConfig", layer: int) -> LayerKind:
 
 
 def known_kinds(model: "ModelConfig") -> Mapping[str, KindFields]:
-    """Kinds that `model.layers` may name: those in `model.layer_kinds`, and two more if there are experts."""
+    """Kinds that `model.layers` may name: those in `model.layer_kinds` and, with `model.moe`, `dense` and `moe`."""
     return {**model.layer_kinds, **(WITH_EXPERTS if model.moe is not None else {})}
 
 
@@ -475,7 +475,7 @@ BEYOND_PLAIN = (
     "moe",
     "mtp",
 )
-"""`model` fields whose non-default values other engines' plain models cannot express."""
+"""`model` fields that plain models in other engines lack: there, a non-default value cannot be expressed."""
 
 
 def beyond_plain(model: "ModelConfig", known: Collection[str] = ()) -> list[str]:

@@ -3,13 +3,15 @@
     all_gather   each rank's queries attend to the gathered keys and values of the row (2407.21783, section 3.3.2)
     ulysses      an all-to-all gives each rank whole rows of some heads, another one brings the output back (2309.14509, section 3)
 
-A layer's bytes on the wire, forward and backward, in units of w b s d (c - 1) / (c t), with a query and g key/value heads:
+A layer sends these bytes in forward and backward, in units of w b s d (c - 1) / (c t). The letters are: w bytes per element, b
+samples of s tokens, c = cp, t = tp, d the size of a head. The model's number of query heads is a, of key/value heads g.
 
-    all_gather   2 g + 2 g + 2 g      1 / pieces of it is exposed: the rest overlaps with other pieces' attention
+    all_gather   2 g + 2 g + 2 g      gather, gather again in the backward, sum gradients; 1 / pieces of the bytes is exposed,
+                                      because the rest overlaps with other pieces' attention
     ulysses      4 (a + g) / c        all exposed
 
-With latent attention (`engine/config/mla.py`), all_gather gathers each token's latent and rotated key, all at once. Each rank
-computes whole rows' keys and values from them. That is 2 t (kv_lora_rank + dr) / d in the units above.
+With latent attention (`engine/config/mla.py`), all_gather gathers each token's latent and rotated key, all at once, and each rank
+computes whole rows' keys and values from them. A layer then sends 2 t (kv_lora_rank + dr) / d in the units above.
 """
 
 from fractions import Fraction
@@ -25,26 +27,28 @@ MOST_PIECES = 4
 
 
 def heads_of_pieces(num_kv_heads: int) -> list[int]:
-    """Split a rank's key/value heads into pieces, and list each piece's head count; uneven splits give the first ones one more."""
+    """Split a rank's key/value heads into pieces, and list each piece's head count; the first pieces may have one head more."""
     num_pieces = min(num_kv_heads, MOST_PIECES)
     each, more = divmod(num_kv_heads, num_pieces)
     return [each + (piece < more) for piece in range(num_pieces)]
 
 
 def local_kv_heads(config: "Config") -> int:
-    """Count a tensor-parallel rank's key/value heads; with fewer heads than ranks, each rank has one."""
+    """Count a tensor-parallel rank's key/value heads; if the model has fewer heads than tp, each rank has one."""
     return max(1, config.model.kv_heads // config.parallel.tp)
 
 
 def exposed_share(num_kv_heads: int) -> Fraction:
-    """Share of gathered bytes that other pieces' attention cannot hide: the largest piece's share."""
+    """Share of gathered bytes that overlaps with no other piece's attention: the largest piece's share."""
     return Fraction(heads_of_pieces(num_kv_heads)[0], num_kv_heads)
 
 
 def method_of(config: "Config") -> Method:
-    """Choose a checked config's method; `auto` exposes the fewest bytes, and gathers latents if there are any.
+    """Return a checked config's method.
 
-    Attention in plain operators gathers at once, so none of its transfer is hidden, and it keeps the gathered tensors.
+    `auto` chooses the method that exposes fewer bytes; with latents, or if cp does not divide a rank's key/value heads, that is
+    `all_gather`. With kernel `explicit`, all keys and values are gathered at once, so their whole transfer is exposed. They are
+    kept for the backward, so it does not gather them again.
     """
     asked = config.parallel.cp_method
     if asked != "auto":
@@ -59,7 +63,7 @@ def method_of(config: "Config") -> Method:
 
 
 def gathers_keys(config: "Config") -> bool:
-    """Whether a rank's queries, part of a row, attend to gathered keys and values."""
+    """Whether a rank holds queries for only a part of each row, and gathers the whole row's keys and values for them."""
     return config.parallel.cp > 1 and method_of(config) == "all_gather"
 
 

@@ -34,7 +34,7 @@ def no_bool(value: object) -> object:
 
 
 def count(value: object) -> object:
-    """Parse `value` into an integer; a value that is neither text nor number is returned unchanged.
+    """Parse `value` into an integer. A value that is neither text nor a finite number is returned as it is.
 
     Args:
         value: YAML value; YAML reads `8e12` and `8T` as text, and `8.0e+12` as a float.

@@ -56,13 +56,13 @@ class DataConfig(Section):
 
     @property
     def tokenizer_name(self) -> str:
-        """The run's tokenizer, once the configuration is resolved (`triaxis.engine.data.run_tokenizer`)."""
+        """The run's tokenizer as a name or path; use it only after `triaxis.engine.data.run_tokenizer` has filled it in."""
         assert self.tokenizer is not None, "it is named before the first text"
         return self.tokenizer
 
 
 def reads_documents(data: DataConfig) -> bool:
-    """Whether a run depends on where documents end."""
+    """Whether a run's attention, positions or loss depends on where documents end."""
     return data.attention == "within" or data.positions == "document" or not data.count_document_starts
 
 

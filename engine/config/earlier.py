@@ -1,7 +1,7 @@
 """Translation from earlier versions' names to today's.
 
-config.yaml of format_version 1, manifest.json, events of a run      translated when they are read
-a file without format_version, section.key=value                     typed by a user; refused, with today's name
+config.yaml with format_version 1, manifest.json, a run's events     earlier names are translated when these files are read
+a file without format_version, section.key=value                     typed by a user: an earlier name is refused, with today's name
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ SOURCES = ("data.train", "data.valid")
 
 
 def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename a JSON configuration's earlier names to today's; current names stay as they are.
+    """Replace earlier names in a configuration by today's; return a new mapping.
 
     Args:
-        tree: sections, or values by dotted name as events record them.
+        tree: JSON values: nested sections, or values by dotted name as events record them.
     """
     new = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
     for old, today in RENAMED.items():
@@ -53,7 +53,7 @@ def _with_sources(tree: Any) -> Any:
 
 
 def _place(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
-    """Find the mapping that a name would be in, and its key there."""
+    """Return (mapping, key) for the place of a dotted name in the tree; the mapping is empty if the name's section is missing."""
     section, dot, key = dotted.partition(".")
     if not dot or dotted in tree:
         return tree, dotted

@@ -8,9 +8,9 @@ from triaxis.engine.config.section import MEANT, OnResume, Section
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the exact weights, e <- e + (1 - decay) (w - e) after each update (1703.01780).
+    """An exponential moving average e of the exact weights w: e <- e + (1 - decay) (w - e) after each update (1703.01780).
 
-    It starts as the weights of the run's first step and has no bias correction.
+    The average starts as the weights at the run's first step and has no bias correction.
     """
 
     on_resume: ClassVar[OnResume | None] = MEANT

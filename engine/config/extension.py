@@ -2,8 +2,8 @@
 
 The module assigns an `Extension` to the name `extension`. A part is one class with two jobs: its `specs` lists the parameters,
 without a rank and without torch, and an instance computes. `LayerPart` and `NormPart` define the interface; docs/extending.md walks
-through an example. All readers see these specs with the built-in ones: predictions, initial values, checkpoints, groups,
-`triaxis verify`.
+through an example. All users of parameter specs (predictions, initial values, checkpoints, groups, `triaxis verify`) get a part's
+specs together with the built-in ones.
 """
 
 import re
@@ -22,20 +22,23 @@ if TYPE_CHECKING:  # engine/config/model.py imports this module
     from triaxis.engine.config.tree import Config
 
 Weigh = Callable[[Any, Any, Any], Any]
-"""Type of a `LossPart`'s `weights`."""
+"""Type of the function `weights` that a `LossPart` may have."""
 
 OWN_CORPUS = "extension:"
 """Prefix of corpus paths that an extension opens."""
 
 NOT_MOMENTS = ("start", "gradient", MASTER, EMA, "parameter")
-"""Names that a moment cannot have: a parameter's other tensors in checkpoints or `triaxis verify`, in a step's order."""
+"""Names that a moment cannot have, because checkpoints or `triaxis verify` use them for a parameter's other tensors.
+
+They are in the order in which a step computes those tensors."""
 
 
 class LayerPart(Protocol):
     """A layer's attention, its MLP or the whole layer, as a `torch.nn.Module` subclass.
 
     `context` is `triaxis.models.gpt.context.BuildContext`, `name` the part's name (`layers.3.mlp`). Hidden states x are [s/t, b, h]
-    with sequence parallelism, else [s, b, h]. Each part has these signatures and may subclass the built-in class.
+    with sequence parallelism, else [s, b, h]. Each kind of part has these signatures, and may subclass the built-in class at the
+    right.
 
         mlp         __init__(context, name)          forward(x) -> x's shape            triaxis.models.gpt.mlp.MLP
         attention   __init__(context, name, kind)    forward(x, positions, keys)        triaxis.models.gpt.attention.Attention
@@ -62,7 +65,7 @@ class LayerPart(Protocol):
         """List the part's parameters in forward order by their names inside it (`scale`)."""
 
     def __call__(self, context: Any, *place: Any) -> Any:
-        """Build the part: the class itself."""
+        """Build the part; since an extension gives the class itself, this is its constructor."""
 
 
 class NormPart(Protocol):
@@ -86,7 +89,7 @@ class NormPart(Protocol):
         """List the norm's parameters by their names inside it (`bias`)."""
 
     def __call__(self, context: Any, name: str) -> Any:
-        """Build the norm: the class itself."""
+        """Build the norm; since an extension gives the class itself, this is its constructor."""
 
 
 class LossPart(Protocol):
@@ -100,17 +103,17 @@ class LossPart(Protocol):
                 mean = logits.sum(logits.columns) / logits.vocab_size
                 return logits.log_sum_exp() - 0.9 * logits.at(labels) - 0.1 * mean
 
-    An optional static method `weights(tokens, labels, counted)`, with int64 and bool [b, s] on the CPU, returns nonnegative
-    weights that replace the ones and zeros in `counted`. The trained loss is sum(weight x loss) / sum(weight) over the global
-    batch. The weight sum is known before the forward.
+    An optional static method `weights(tokens, labels, counted)` gets int64 tokens and labels and bool `counted`, each [b, s] on the
+    CPU. It returns nonnegative weights that replace the ones and zeros in `counted`. The trained loss is sum(weight x loss) /
+    sum(weight) over the global batch. The weight sum is known before the forward.
     """
 
     def __call__(self, context: Any) -> Any:
-        """Build the loss: the class itself."""
+        """Build the loss; since an extension gives the class itself, this is its constructor."""
 
 
 class Schedule(Protocol):
-    """A step's learning rate after the `optimizer.warmup_steps` warm-up, as a function of tokens alone.
+    """A step's learning rate after the warm-up (`optimizer.warmup_steps` or `warmup_tokens`), as a function of tokens alone.
 
         def one_cycle(consumed_tokens, step_tokens, optimizer, num_tokens):
             place = consumed_tokens / num_tokens                              # of the run
@@ -130,7 +133,7 @@ class Schedule(Protocol):
 
 
 class UpdatePart(Protocol):
-    """An elementwise update from gradient and state, with `optimizer.name: extension`; the class is never instantiated.
+    """An elementwise update rule, used if `optimizer.name` is `extension`; the class is never instantiated.
 
         class Lion:                                                               # 2302.06675
             moments = ("exp_avg",)
@@ -165,7 +168,7 @@ class UpdatePart(Protocol):
 
 
 class DocumentsPart(Protocol):
-    """A corpus's documents, as token id lists by number: the same on every rank, at every call.
+    """A corpus: each document's token ids, by the document's index. They must be the same on every rank and at every call.
 
     With this as `Extension(corpora={"memmap": Memmap})`, a run reads `data.train=extension:memmap:tokens.npy`:
 
@@ -198,11 +201,11 @@ class OwnCosts:
     `triaxis.launch.footprint.own_costs` measures it in one layout.
 
     Attributes:
-        kept: bytes that a layer keeps for its backward per token on a rank (b s / c), if nothing is recomputed.
-        weights: weights that each token is multiplied with, as in GEMMs: a layer's forward and backward FLOPs over 6.
-        sent: bytes on the wire over tp per token on a rank, forward and backward.
-        calls: number of these transfers per microbatch.
-        unknown: reason why nothing could be measured; "": it was measured.
+        kept: bytes that a layer keeps for its backward, per token of a rank (b s / c tokens), if nothing is recomputed.
+        weights: number of weights that each token is multiplied with in GEMMs: a layer's forward and backward FLOPs per token / 6.
+        sent: bytes that a layer sends over tp in forward and backward, per token of a rank.
+        calls: number of collectives over tp that send these bytes, per layer and microbatch.
+        unknown: reason why nothing could be measured; "" if the costs were measured.
     """
 
     kept: Fraction = Fraction(0)
@@ -226,7 +229,7 @@ class OwnCosts:
 
 
 NO_COSTS = OwnCosts()
-"""No extra cost: nothing was measured, or the cost equals the built-in layer's."""
+"""No extra cost: nothing was measured yet, or the parts cost as much as the built-in ones."""
 
 Measure = Callable[["Config", ParallelSizes], OwnCosts]
 """Function that measures what an extension's parts cost in a layout."""
@@ -239,7 +242,7 @@ def as_ours(config: "Config", sizes: ParallelSizes) -> OwnCosts:
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The parts that a user's module provides; None: the built-in part.
+    """The parts that a user's module provides; for a part that is None, the built-in one is used.
 
     Attributes:
         attention: every layer's attention, from a branch's input to its output.
@@ -249,9 +252,9 @@ class Extension:
         loss: loss per token.
         schedule: learning rate after the warm-up, with `optimizer.lr_schedule: extension`.
         update: update rule, with `optimizer.name: extension`.
-        costs: function that gives the parts' costs in a layout, if they cannot be measured.
-        meters: builders for step measurements, each like `triaxis.engine.telemetry.meters.step_meter.StepMeter.of`.
-        corpora: openers by name, for documents that `data.train` and `data.valid` name as `extension:NAME`.
+        costs: function that returns the parts' costs in a layout; it replaces the measurement, which some parts do not allow.
+        meters: functions that build a step meter, each like `triaxis.engine.telemetry.meters.step_meter.StepMeter.of`.
+        corpora: functions that open a corpus, by the NAME in its path `extension:NAME` (`data.train`, `data.valid`).
     """
 
     attention: LayerPart | None = None
@@ -298,7 +301,7 @@ class Extension:
 
     @property
     def weigh(self) -> Weigh | None:
-        """Function that computes label weights; None: each counted label has weight 1."""
+        """The loss's function `weights`, which weighs labels; None: each counted label has weight 1."""
         weigh: Weigh | None = getattr(self.loss, "weights", None)
         return weigh
 

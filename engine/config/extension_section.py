@@ -1,10 +1,10 @@
 """The `model.extension` section: where a user's module is, and the rules about what it provides.
 
     model:
-      extension: scaled_mlp.py       a file, a package's folder, or a name that Python finds; from the folder of the configuration
+      extension: scaled_mlp.py       a file, a package's folder, or a name that Python finds; paths start at the config's folder
 
-The sources' digest is a separate field in every copy of the configuration. So ranks compare it, a resume with another digest must
-be accepted, and a configuration whose digest does not match the sources is refused.
+The sources' digest is a separate field in every copy of the configuration, so ranks compare it. A configuration whose digest does
+not match the sources is refused. A resume with another digest needs the user's consent (`checkpoint.accept`).
 """
 
 import os
@@ -62,7 +62,10 @@ class ExtensionConfig(Section):
 
     @property
     def lines(self) -> list[str]:
-        """Lines that name the provided parts, and what predictions do not know about them."""
+        """One line that names the provided parts, and a second line if measured costs or a reason for having none are known.
+
+        `with_costs` attaches both. Parts that cost as much as built-in ones have no second line.
+        """
         return [str(self), *([str(self._costs)] if self._costs != NO_COSTS else [])]
 
     @property
@@ -75,7 +78,11 @@ class ExtensionConfig(Section):
         return f"{self.source} ({self.digest[:8]}): {given}"
 
     def read(self) -> Extension:
-        """Load the module's extension; raise UserModuleError as `given_by` does."""
+        """Load the module's extension.
+
+        Raises:
+            UserModuleError: see `given_by`.
+        """
         return given_by(self.source, self.digest or find_sources(self.source).digest())
 
 
@@ -94,7 +101,7 @@ def given_by(source: str, digest: str) -> Extension:
 
 
 def _name(given: Any) -> str:
-    """Name a given part, or several."""
+    """Format the name of a provided part, or the names of several parts."""
     if isinstance(given, Sequence):
         return " ".join(getattr(each, "__qualname__", type(each).__name__) for each in given)
     return " ".join(given) if isinstance(given, Mapping) else str(given.__name__)
@@ -114,7 +121,10 @@ def with_costs(config: "Config", costs: OwnCosts) -> "Config":
 
 
 def placed(section: object, folder: Path) -> object:
-    """Make the source path in a section from a file in `folder` absolute; if the sources changed, use the copy that a run keeps."""
+    """Make the source path in an `extension` section absolute; a relative path starts at `folder`.
+
+    If the sources no longer have the digest in the section, return the copy that a run keeps in `folder`, if it has one.
+    """
     if isinstance(section, dict):
         source, digest = placed(section.get("source"), folder), section.get("digest")
         if isinstance(source, str) and isinstance(digest, str):
@@ -127,7 +137,10 @@ def placed(section: object, folder: Path) -> object:
 
 
 def extension_problem(model: "ModelConfig | None") -> str | None:
-    """Explain why a model's extension cannot be read; None: it can. The model is then unknown, so no rule can check it."""
+    """Explain why a model's extension cannot be read; None if it can, or if the model has none.
+
+    If it cannot be read, the model's parts are unknown, so rules cannot check the config.
+    """
     extension = getattr(model, NAME, None)
     if extension is None:
         return None
@@ -162,7 +175,7 @@ def parts_list_their_parameters(subject: Subject) -> Iterator[Problem]:
 
 
 def _unfit(spec: object, names: set[str], tp: int) -> str:
-    """Describe what is wrong with a part's parameter; "": nothing."""
+    """Describe what is wrong with a parameter that a part's `specs` lists; "" if nothing is. `names` are its earlier names."""
     if not isinstance(spec, ParamSpec):
         return f"{spec!r}, which is no ParamSpec"
     if not spec.name or spec.name in names:
@@ -200,7 +213,7 @@ def loss_is_the_whole_loss(subject: Subject) -> Iterator[Problem]:
 
 
 CHOSEN = (("schedule", "lr_schedule", "cosine"), ("update", "name", "adamw"))
-"""Extension parts for the optimizer, each with the field that selects it and a value that does not."""
+"""Extension parts for the optimizer: (part, the `optimizer` field that selects it, a value of the field that does not)."""
 
 
 def chosen_is_given(subject: Subject) -> Iterator[Problem]:
@@ -214,7 +227,10 @@ def chosen_is_given(subject: Subject) -> Iterator[Problem]:
 
 
 def given_is_chosen(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem if a run would not use its extension's schedule or update. Tools that only read the model use neither."""
+    """Yield a problem if a run would not use its extension's schedule or update.
+
+    Only runs are checked (`models/run_rules.py`), because tools that only read the model use neither.
+    """
     for part, field_name, _ in CHOSEN:
         key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
         if chosen != "extension" and getattr(subject.config.model.own, part) is not None:

@@ -2,7 +2,7 @@
 
 An unknown key is refused with the name that was probably meant.
 
-    tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      another name of the same field
+    tensor-model-parallel-size, model.n_embd, num_key_value_heads           another engine's name for one of our fields
     model.tp, hidden_size at the top level                                  a field of ours in another section
     train.step                                                              the nearest spelling
     precision.fp4                                                           known, not built yet
@@ -236,10 +236,11 @@ FOREIGN_NAMES = {
     "optimizer.kind": "optimizer.name",
     "optimizer.type": "optimizer.name",
 }
-"""Foreign names with `_` for `-`, or dotted, and ours: a field, `field=value`, or a field with a remark."""
+"""Our names by other engines' names. Theirs are written with `_` for `-`, some dotted; ours are a field, `field=value`, or a field
+with a remark."""
 
 AND_FIELD = " with "
-"""Separator between a value and another field that it needs."""
+"""Separator, in `FOREIGN_VALUES`, between a value and the `field=value` that must be set with it."""
 
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true", "b16"), "bf16"),
@@ -248,7 +249,7 @@ DTYPES = {
     **dict.fromkeys(("fp64", "double", "f64", "f8", "64", "64-true"), "float64"),
     **dict.fromkeys(("float8", "float8_e4m3fn", "float8_e5m2", "e4m3", "e5m2", "hybrid"), "fp8"),
 }
-"""Our dtype names by those in torch, numpy, transformers, Megatron and Lightning, in lower case and without the package."""
+"""Our dtype names by those in torch, numpy, transformers, Megatron and Lightning, in lower case and without `torch.` or `np.`."""
 
 FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "precision.dtype": {"fp8": f"bf16{AND_FIELD}precision.fp8.recipe=tensorwise"},
@@ -294,10 +295,10 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "resilience.on_nonfinite": dict.fromkeys(("error", "raise", "abort"), "stop"),
     "runtime.device": {"gpu": "cuda"},
 }
-"""Our values by other engines' values in lower case, for each field."""
+"""For each field: our values by other engines' values, the latter in lower case."""
 
 OFF, OFF_HERE = ("false", "no", "off", "none", "null", "disabled"), ("none", "never")
-"""Words for "off" in other engines, and ours."""
+"""Words for "off" in other engines, and the words that our fields use for it."""
 
 ALWAYS_ON = {
     "dropout_rng": "dropout masks never depend on the layout",
@@ -319,7 +320,7 @@ NOT_BUILT = {
     "cuda_graphs": "CUDA graphs",
     "enable_cuda_graph": "CUDA graphs",
 }
-"""Keys of features without code yet, by last part or whole dotted name."""
+"""Features that are not built yet, by the keys that ask for them; a key is the last part of a name or a whole dotted name."""
 
 
 OF_THE_LAYOUT = {
@@ -331,7 +332,7 @@ OF_THE_LAYOUT = {
     "capacity_factor": "which tokens are dropped follows from the tokens that a rank has",
     "moe_token_drop_policy": "which tokens are dropped follows from the tokens that a rank has",
 }
-"""Foreign keys whose effect depends on the layout or the micro batch, with the reason."""
+"""Reasons why another engine's key depends on the layout or the micro batch, by that key; such keys are refused."""
 
 
 def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
@@ -353,7 +354,9 @@ def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
 
 
 def our_name(dotted: str) -> str | None:
-    """Translate a name into a field, `field=value`, a field with a remark, or a name in `ALWAYS_ON`; None if none or several fit.
+    """Translate a name into ours: a field, `field=value`, a field with a remark, or a name in `ALWAYS_ON`.
+
+    Return None if no name of ours fits, or several do.
 
     Args:
         dotted: another engine's name, or ours without its section: `tensor-model-parallel-size`, `training.seq_len`, `tp`.
@@ -378,7 +381,7 @@ def _depth(field: str) -> int:
 
 
 def has_our_name(dotted: str) -> bool:
-    """Whether a key is another engine's and has a name here."""
+    """Whether `FOREIGN_NAMES` has another engine's key, so that it has a name here."""
     return dotted in FOREIGN_NAMES or dotted.rpartition(".")[2] in FOREIGN_NAMES
 
 

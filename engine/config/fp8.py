@@ -17,11 +17,11 @@ Fp8RecipeName = Literal["tensorwise", "blockwise", "mxfp8"]
 Fp8Backend = Literal["te", "torch", "emulated"]
 
 BLOCKS: Mapping[Fp8RecipeName, int] = MappingProxyType({"blockwise": 128, "mxfp8": 32})
-"""Block length along a GEMM's contraction in which numbers share a scale."""
+"""Length of a block, along a GEMM's contracted dim, whose numbers share a scale, by recipe."""
 
 TILE = 16
-"""Divisor of every matrix side in a scaled GEMM (cuBLAS: 16 bytes). With `auto` it also applies on a CPU, which does not need it,
-so that a configuration moves between machines."""
+"""Every matrix side in a scaled GEMM must be a multiple of this (cuBLAS: 16 bytes). With backend `auto` the rule applies on a CPU
+too, which does not need it, so that the same configuration runs on a GPU."""
 
 
 class Fp8Config(Section):
@@ -62,7 +62,7 @@ def fp8_layers(config: "Config") -> range:
 
 
 def fp8_line(config: "Config", backend: str) -> str:
-    """Describe a run's FP8: recipe, backend, how many of the model's linear layers use it, and which do not."""
+    """Describe a run's FP8: recipe, backend, how many linear layers have FP8 operands, and which layers stay in the run's dtype."""
     model, fp8 = config.model, config.precision.fp8
     assert fp8 is not None, "the run has FP8"
     per_layer = [len(linears_of(config, layer)) for layer in range(model.num_layers)]
@@ -86,12 +86,12 @@ def fp8_line(config: "Config", backend: str) -> str:
 
 
 def fp8_linears(config: "Config") -> tuple[str, ...]:
-    """Names of the model's linear layers in FP8, as in the ledger."""
+    """Names of the model's linear layers in FP8, as in the communication ledger (`engine/comm/ledger.py`)."""
     return tuple(f"layers.{layer}.{name}" for layer in fp8_layers(config) for name in linears_of(config, layer))
 
 
 def linears_of(config: "Config", layer: int) -> list[str]:
-    """List a layer's products that may be in FP8: in its attention, and in its MLP or shared experts."""
+    """List the names of a layer's linear layers that may be in FP8: in its attention, and in its MLP or shared experts."""
     model = config.model
     attention = ["attention.qkv"] if model.mla is None else ["attention.down", "attention.q_up"]
     up = "gate_up" if model.activation_kind.is_gated else "up"
@@ -226,9 +226,15 @@ def fp8_shares_are_of_fp8(subject: Subject) -> Iterator[Problem]:
 
 
 class _Side(NamedTuple):
-    """One matrix side: the field that it follows from, with its value, and the number of ranks that it is cut over.
+    """One side of the matrices in FP8 GEMMs.
 
-    `is_field`: the field is the size itself.
+    Attributes:
+        key: dotted name of the field that decides the size.
+        value: the field's value.
+        size: length of the side, before it is cut over ranks.
+        ranks: number of ranks that the side is cut over.
+        what: noun phrase for the part on one rank, for the message.
+        is_field: True if the field's value is the size itself.
     """
 
     key: str

@@ -7,7 +7,7 @@
 
 Patterns are shell patterns (`*`, `?`, `[0-3]`) over the whole name; `triaxis config params FILE` lists names and their groups. A
 parameter outside all groups has the step's learning rate, and decays by `weight_decay` if it is a matrix. A frozen parameter keeps
-its value: its gradient is computed, counts in no norm and is not applied; it has no moments.
+its value and has no moments: its gradient is computed, but is neither applied nor counted in the gradient norm.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class GroupFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """Per-parameter settings for an update, on top of the optimizer's.
+    """One parameter's settings for an update, besides those that the optimizer has for all parameters.
 
     Attributes:
         lr_factor: multiplier on the step's learning rate.
@@ -50,12 +50,15 @@ class UpdateRule:
 
 
 def group_of(name: str, groups: Sequence[GroupFields]) -> int | None:
-    """Index of the first group that matches a parameter's name; None: none does."""
+    """Index of the first group whose pattern matches a parameter's name; None if there is none."""
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group["match"])), None)
 
 
 def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> UpdateRule:
-    """Build a parameter's update rule; `decays` applies unless its group sets a weight decay."""
+    """Build the update rule for the parameter `name`.
+
+    If its group sets a weight decay, that applies. If not, the optimizer's applies if `decays` is True, and none otherwise.
+    """
     number = group_of(name, optimizer.groups)
     group: GroupFields = {"match": name} if number is None else optimizer.groups[number]
     decay = group.get("weight_decay", optimizer.weight_decay if decays else 0.0)
@@ -63,7 +66,7 @@ def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> Upd
 
 
 def is_frozen(name: str, optimizer: "OptimizerConfig") -> bool:
-    """Whether a parameter keeps its value."""
+    """Whether the optimizer's groups freeze a parameter, so that it keeps its value."""
     return is_frozen_by(name, optimizer.groups)
 
 

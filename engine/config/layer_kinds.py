@@ -1,6 +1,6 @@
 """Records for each kind of activation, norm and position, read by sizes, predictions and interop.
 
-The functions have the same names in `engine/kernels/activations.py` and `norms.py`; docs/extending.md explains how to add one.
+`engine/kernels/activations.py` and `norms.py` compute each kind under the same name; docs/extending.md explains how to add a kind.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ class Activation:
 
     Attributes:
         name: value in `model.activation`.
-        pointwise: function of one number; in a gated MLP it is applied to the gate.
+        pointwise: name of the function that is applied to each number; in a gated MLP, to each number of the gate.
         is_gated: True: [gate | up], 2 f wide -> pointwise(gate) * up, f wide (2002.05202); False: f wide -> f wide.
         hugging_face: names in a config.json; an export writes the first.
-        megatron: Megatron-LM's switch; "": its default. None: Megatron-LM has no such activation.
+        megatron: Megatron-LM's switch for it; "" if it is Megatron-LM's default; None if Megatron-LM has no such activation.
     """
 
     name: ActivationName
@@ -43,10 +43,10 @@ class Norm:
     Attributes:
         name: value in `model.norm`.
         parameters: vectors [h], in the order in which the kernel takes them.
-        statistics: numbers per token that are kept.
-        statistics_dtype: dtype for `statistics`, the run's or the accumulation dtype.
-        offset: number that the kernel adds to the stored weight, in the accumulation dtype; 1: the stored weight starts at 0.
-        of_heads: norm for queries and keys in a model with this norm.
+        statistics: names of the numbers per token that are kept for the backward.
+        statistics_dtype: dtype of these numbers: the run's or the accumulation dtype.
+        offset: number that the kernel adds to the stored weight, in the accumulation dtype. With 1, the stored weight starts at 0.
+        of_heads: norm that a model with this norm uses for queries and keys (`model.qk_norm`).
         megatron: Megatron-LM's `normalization`. None: Megatron-LM has no such norm.
     """
 
@@ -61,7 +61,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A way in which a token's position enters the model.
+    """A way to give the model each token's position.
 
     Attributes:
         name: value in `model.position`.

@@ -64,7 +64,7 @@ class ParallelConfig(Section):
     @field_validator("layers_per_stage", mode="before")
     @classmethod
     def _is_auto_or_numbers(cls, value: object) -> object:
-        """Refuse other values with one message, instead of one per union member."""
+        """Refuse values other than null, auto and whole numbers in one message; pydantic would give one per union member."""
         if value is None or value == "auto":
             return value
         if not isinstance(value, list | tuple) or not all(
@@ -84,7 +84,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"]
 IS_INTERLEAVED: Mapping[str, bool] = MappingProxyType(
     {"gpipe": False, "1f1b": False, "interleaved": True, "zb_h1": False, "zbv": True}
 )
-"""The training schedules; True: several model chunks per rank, False: one."""
+"""Whether a training schedule runs several model chunks per rank, by its name; False: it runs one."""
 
 DEFERS_WEIGHT_GRADIENTS = frozenset({"zb_h1", "zbv"})
 """Schedules that compute weight gradients apart from the backward (`W` in `triaxis.engine.pipeline.actions`)."""
@@ -162,7 +162,7 @@ def layers_are_dealt_out(subject: Subject) -> Iterator[Problem]:
 
 
 def _even_stages(num_layers: int, parallel: ParallelConfig) -> Iterator[list[int]]:
-    """Yield the layers per stage that the engine would choose; nothing if some stage would get none."""
+    """Yield one list, the layers per stage that `layers_per_stage: null` gives; nothing if there are fewer layers than stages."""
     if parallel.pp * parallel.vpp <= num_layers:
         yield [len(stage.layers) for stage in partition(num_layers, parallel.pp, parallel.vpp)]
 
@@ -192,7 +192,10 @@ def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
 
 
 def schedule_file_fits(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each size in which a schedule file differs from the run."""
+    """Yield a problem for each reason why a schedule file does not fit the run.
+
+    The reasons are: a schedule's name is given too, the file has only forwards, or it has other sizes than the run.
+    """
     config, dp = subject.config, subject.dp
     file = config.schedule.file
     if file is None:
@@ -264,7 +267,7 @@ def sequence_over_cp(subject: Subject) -> Iterator[Problem]:
 
 
 def heads_over_cp(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem if ulysses has fewer key/value heads than ranks, or their number is not a multiple."""
+    """Yield a problem if ulysses cannot share out a tensor-parallel rank's key/value heads evenly over cp ranks."""
     model, parallel = subject.config.model, subject.config.parallel
     kv_heads = local_kv_heads(subject.config)
     if parallel.cp_method != "ulysses" or kv_heads % parallel.cp == 0:

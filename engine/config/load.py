@@ -52,7 +52,13 @@ S = TypeVar("S", bound=Section)
 
 @dataclass
 class _Reading:
-    """A configuration being read: its tree, each value's origin, and the problems so far."""
+    """A configuration that is being read.
+
+    Attributes:
+        tree: nested mapping of the values so far.
+        origins: place where a value was given (an environment variable, an override), by dotted name; none for the file's values.
+        problems: messages so far.
+    """
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -88,7 +94,7 @@ def load_config(
         path: a YAML file, or a shipped one's name; None: only the environment and the overrides.
         overrides: `section.key=value`, the value in YAML.
         environment: `os.environ` for the names in `ENVIRONMENT`; None: not read.
-        world_size, ranks_per_node: the cluster, if known, for the rules that depend on it.
+        world_size, ranks_per_node: number of ranks in the run and on a node, if known, for the rules that depend on them.
         more_rules: rules that need more than the configuration, such as `triaxis.models.predict.fit.memory_rule`.
 
     Raises:
@@ -127,7 +133,7 @@ def load_config(
 
 
 def override(sections: Mapping[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
-    """Apply dotted overrides to some sections of a configuration; other sections may be missing.
+    """Copy some sections of a configuration and apply dotted overrides to them; other sections may be missing.
 
     Raises:
         ConfigError: a malformed override, an unknown key, or a value with the wrong type.
@@ -145,14 +151,17 @@ def override(sections: Mapping[str, Any], overrides: Sequence[str], source: str)
 
 
 def _place_extension(reading: _Reading, folder: Path) -> None:
-    """Make an extension's path absolute: a file's path is relative to the file, an override's to the working directory."""
+    """Make the extension's path in the tree absolute; a relative path starts at `folder`.
+
+    `folder` is the configuration file's folder for a path in that file, the working directory for one in an override.
+    """
     model = reading.tree.get("model")
     if isinstance(model, dict) and "extension" in model:
         model["extension"] = placed(model["extension"], folder)
 
 
 def _complete_phases(reading: _Reading, config: Config) -> Config:
-    """Give every phase each field that any phase has, and set the config to `train.phase`'s fields, or the first phase's."""
+    """Give every phase each field that any phase has; then set the config to the fields of phase `train.phase`, or the first."""
     if not config.phases:
         return config
     base = config.model_dump(mode="json", exclude={"phases"})
@@ -279,7 +288,7 @@ def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaf_above(dotted: str) -> str | None:
-    """Find a field that is used as a section: `parallel.tp` in `parallel.tp.x`."""
+    """Find the field that a dotted name uses as a section: `parallel.tp` in `parallel.tp.x`; None if there is none."""
     parts = dotted.split(".")
     names = (".".join(parts[:count]) for count in range(1, len(parts)))
     return next((name for name in names if name in Config.dotted_names() and section_at(name) is None), None)
@@ -338,7 +347,7 @@ def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[s
 
 
 def as_overrides(dotted: str, text: str) -> list[str]:
-    """Build the overrides that set a field to a value, as typed or in our spelling; empty if the field takes neither.
+    """Build the overrides that set a field to a value, as typed or translated to our spelling; empty if the field accepts neither.
 
     Args:
         dotted: the field's dotted name.
@@ -380,7 +389,7 @@ def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
 
 
 def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
-    """Build a section from valid values, without the fields in `wrong` (and without defaults for them)."""
+    """Build a section from valid values; the fields in `wrong` are missing in it, without even a default."""
     read = {}
     for name in kind.model_fields:
         if name in values and name not in wrong:

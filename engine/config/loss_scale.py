@@ -12,7 +12,7 @@ SMALLEST_SCALE = 2.0**-24
 """Smallest loss scale: the smallest positive fp16 number."""
 
 LARGEST_SCALE = 2.0**64
-"""Largest loss scale: some 50 overflows above fp16's range; Megatron-LM starts at 2^32. fp32 cannot hold 2^128."""
+"""Largest loss scale. From here, some 50 halvings lead down to fp16's range; Megatron-LM starts at 2^32. fp32 cannot hold 2^128."""
 
 
 Scale = Annotated[float, Field(ge=SMALLEST_SCALE, le=LARGEST_SCALE)]
@@ -41,7 +41,7 @@ def only_fp16_has_a_scale(subject: Subject) -> Iterator[Problem]:
 
 
 def scale_is_one_of_two(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem if a static scale sets dynamic fields, or a dynamic scale starts too low."""
+    """Yield a problem if fields for a dynamic scale are set beside `static`, or if a dynamic scale starts below its minimum."""
     scale = subject.config.precision.loss_scale
     if scale is None:
         return

@@ -4,8 +4,10 @@
     c_kv = norm(W_kva x)  [kv_lora_rank]         k_i = [rope(W_kr x) | W_kn c_kv]        the rotated part is one for all heads
                                                  v_i = W_v c_kv                          per head, dv
 
-Queries and keys have the rotated part first, as in every head here that rotates in part. Caches and context parallelism store and
-gather c_kv and the rotated key: kv_lora_rank + dr numbers per token, however many heads there are.
+x is a token's hidden state, i a head. A query or key has dr rotated elements (`qk_rope_head_dim`) and dn others
+(`qk_nope_head_dim`); a value has dv (`v_head_dim`). Queries and keys have the rotated part first, as in every head in this project
+that rotates in part. Caches and context parallelism store and gather c_kv and the rotated key: kv_lora_rank + dr numbers per token,
+however many heads there are.
 """
 
 import math
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from triaxis.engine.config.model import ModelConfig
 
 LARGEST_RANK = 2**24
-"""Size of a latent or a part of a head, in elements."""
+"""Maximum size of a latent, or of a part of a head, in elements."""
 
 
 class MLAConfig(Section):
@@ -44,19 +46,20 @@ class MLAConfig(Section):
 
     @property
     def cached_size(self) -> int:
-        """Elements per token that all heads' keys and values are computed from."""
+        """Elements per token in c_kv and the rotated key, from which all heads' keys and values are computed."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def latent_size(self) -> int:
-        """Elements per token that the down-projections give."""
+        """Elements per token that the down-projections of x compute: both latents and the rotated key."""
         return (self.q_lora_rank or 0) + self.cached_size
 
 
 def softmax_scale(model: "ModelConfig", kind: "LayerKind") -> float | None:
     """Factor on a layer's attention logits; None: 1 / sqrt(query size).
 
-    With latent attention, YaRN's `mscale_all_dim` m multiplies it by (0.1 m ln(factor) + 1)^2, as DeepSeek's own code does.
+    With latent attention and YaRN's `mscale_all_dim` m, it is (0.1 m ln(factor) + 1)^2 / sqrt(query size), as in DeepSeek's own
+    code. A configured `model.attention_scale` replaces both.
     """
     if model.attention_scale is not None or model.mla is None:
         return model.attention_scale
@@ -69,7 +72,7 @@ def softmax_scale(model: "ModelConfig", kind: "LayerKind") -> float | None:
 
 
 def fields_go_with_mla(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each field that belongs to another form of attention."""
+    """Yield a problem for each field that latent attention does not use or support."""
     model = subject.config.model
     if model.mla is None:
         return

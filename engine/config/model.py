@@ -24,26 +24,30 @@ from triaxis.engine.config.mtp import MTP_RULES, MTPConfig
 from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_LAYERS = 10_000
-"""Number of transformer layers."""
+"""Maximum number of transformer layers."""
 
 MOST_HEADS = 2**16
-"""Number of query heads or key/value heads."""
+"""Maximum number of query heads, or of key/value heads."""
 
 LARGEST_WIDTH = 2**24
-"""Size in elements: the residual stream, the MLP, one head."""
+"""Maximum width, in elements, of the residual stream, the MLP or one head."""
 
 LONGEST_SEQUENCE = 2**30
-"""Tokens per training sample."""
+"""Maximum number of tokens per training sample."""
 
 LARGEST_VOCABULARY = 2**28
-"""Vocabulary size in tokens, or the multiple to which it is padded."""
+"""Maximum vocabulary size in tokens; also the maximum multiple to which the vocabulary is padded."""
 
 BYTES_VOCABULARY = 257
 """Number of ids in the bytes tokenizer: 256 bytes and the end of a document."""
 
 
 def _head_is_true(value: object) -> object:
-    """Convert `head` to true, its other spelling: a norm over each head."""
+    """Convert `head` to true: both values of `qk_norm` mean a norm over each head.
+
+    Raises:
+        ValueError: `value` is none of true, false, head and all_heads.
+    """
     if value not in (True, False, "head", "all_heads"):
         raise ValueError("must be true, false, head or all_heads")
     return True if value == "head" else value
@@ -148,7 +152,7 @@ class ModelConfig(Section):
 
     @property
     def own_costs(self) -> OwnCosts:
-        """Measured extra cost of a layer with the extension's parts over a built-in layer."""
+        """Measured extra cost of a layer with the extension's parts over a built-in layer; `NO_COSTS` without an extension."""
         return NO_COSTS if self.extension is None else self.extension.costs
 
     @property
@@ -213,7 +217,7 @@ class ModelConfig(Section):
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with experts, in order."""
+        """Indices of the layers with experts, in order."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind.has_experts)
 
     @property
@@ -223,7 +227,7 @@ class ModelConfig(Section):
 
     @property
     def embedding_is_at_head(self) -> bool:
-        """Whether the last stage needs the word embedding, as the head or for tokens ahead."""
+        """Whether the last stage needs the word embedding: as the output head, or for multi-token prediction."""
         return self.tie_embeddings or self.mtp is not None
 
     @property

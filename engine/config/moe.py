@@ -3,11 +3,14 @@
     layers: [dense*3, moe*58]        `dense` and `moe` are layer kinds that every model with this section has
     moe: {num_experts: 256, top_k: 8, ffn_hidden_size: 2048, shared_experts: 1, score: sigmoid}
 
-A token's router gives each expert a score s. The k largest scores count; ties go to the expert with the lower number.
+For a token's hidden state x, the router (weight W) gives each expert i a score s_i. The experts with the k largest scores are used;
+among equal scores, the expert with the lower index comes first.
 
     softmax    s = softmax(x W^T) over all experts               2006.16668, 2401.04088
     sigmoid    s = sigmoid(x W^T)                                2412.19437, equation 15
     y = sum over the k experts of  scaling g_i expert_i(x) + shared(x)      g = s, or with `normalize` s / (sum of the k scores)
+
+`scaling` and `normalize` are fields of this section; `shared` is the shared experts' MLP.
 """
 
 from collections.abc import Iterator
@@ -23,10 +26,10 @@ if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
 
 MOST_EXPERTS = 2**16
-"""Number of experts in a layer."""
+"""Maximum number of experts in a layer."""
 
 WIDEST_EXPERT = 2**24
-"""An expert's inner width, in elements."""
+"""Maximum inner width of an expert, in elements."""
 
 DispatchName = Literal["all_gather", "all_to_all"]
 
@@ -93,7 +96,7 @@ class MoEConfig(Section):
 
     @property
     def choice_is_of_scores(self) -> bool:
-        """Whether a token's choice is its k best scores, regardless of `balance.sequence_counts`."""
+        """Whether each token chooses the experts with its k best scores; `balance.sequence_counts` then makes no difference."""
         return not self.has_bias and self.groups == 1 and not self.force_balanced
 
     @property
@@ -109,9 +112,9 @@ class MoEConfig(Section):
 
 
 def dispatch_of(config: "Config") -> DispatchName:
-    """Choose how tokens reach their experts' ranks; `auto` takes the form with fewer bytes.
+    """Return how tokens reach their experts' ranks; with `auto`, by the form that sends fewer bytes.
 
-    An all-gather sends each token to ep ranks, an all-to-all to at most k.
+    An all-gather sends each token to ep ranks, an all-to-all to at most `top_k` ranks.
     """
     asked, moe = config.kernels.dispatch, config.model.moe
     if asked != "auto":
@@ -125,7 +128,10 @@ def worst_rows(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
 
 
 def buffer_rows(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
-    """Number of rows in a rank's buffer with dispatch by all-gather."""
+    """Number of rows in a rank's buffer with dispatch by all-gather.
+
+    It is `row_headroom` x the number of rows if experts are balanced, and at most `worst_rows`; without headroom, `worst_rows`.
+    """
     worst = worst_rows(moe, tokens, ep, etp)
     if moe.row_headroom is None:
         return worst

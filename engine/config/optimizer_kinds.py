@@ -21,12 +21,12 @@ MASTER: StateKind = "master"
 """The exact weights, which every optimizer has; in fp32 and float64 runs they are the parameters themselves."""
 
 EMA: StateKind = "ema"
-"""The masters' moving average if `optimizer.ema` asks for one, with any optimizer."""
+"""The master's moving average, which any optimizer can have; it exists if `optimizer.ema` is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A decaying mean over steps, taken over a power of the gradient.
+    """A state tensor that averages a power of the gradient over steps, with a decay rate.
 
     Attributes:
         decay: the `optimizer` field with its decay rate.
@@ -44,8 +44,8 @@ class OptimizerKind:
     Attributes:
         title: name in messages.
         moments: moments by their names in checkpoints. Each has the parameter's size and starts at zero.
-        fields: the `optimizer` fields that only this one reads, with their names elsewhere, Megatron-LM's first.
-        megatron: value for Megatron-LM's `--optimizer`; None: it has none.
+        fields: the `optimizer` fields that only this optimizer reads, each with its names in other engines, Megatron-LM's first.
+        megatron: value for Megatron-LM's `--optimizer`; None: Megatron-LM does not have this optimizer.
     """
 
     title: str

@@ -8,9 +8,9 @@
     step       0 ...................... end of main ...... end       `RunPhase`: where a phase begins and ends, in all three counts
     samples    0 ...................... of 4,096 .. of 131,072
 
-Reading completes the entries (`engine/config/load.py`). Each then has every field that any phase names, with the config's own value
-for fields that it does not name itself. So a config in one phase holds all phases, and `at_phase` switches it to another phase's
-fields. `train.phase` names the phase whose fields a config has.
+Reading completes the entries (`engine/config/load.py`): each entry gets every field that any phase names. Fields that an entry
+lacks get the config's own value. So a config in one phase holds all phases, and `at_phase` switches it to another phase's fields.
+`train.phase` names the phase whose fields a config has.
 
 A phase ends with the first step that reaches `until`, so it has whole steps. All numbers follow from the config alone.
 """
@@ -60,10 +60,10 @@ class RunPhase:
 
     Attributes:
         number: index of the phase, from 0.
-        samples_per_step, tokens_per_step: samples and tokens in each of its steps.
-        first_step: number of steps in the run before it.
-        end_step: number of steps in the run up to its end.
-        first_sample, first_token: samples and tokens consumed before it, over all phases.
+        samples_per_step, tokens_per_step: samples and tokens in each of the phase's steps.
+        first_step: index of the phase's first step in the run, from 0.
+        end_step: index of the step after the phase's last one.
+        first_sample, first_token: number of samples and tokens that the run consumes before the phase.
     """
 
     name: str
@@ -76,15 +76,15 @@ class RunPhase:
     first_token: int
 
     def samples_before(self, step: int) -> int:
-        """Samples that the run has consumed before step number `step` (from 0), which is in this phase or ends it."""
+        """Samples that the run consumes before step number `step` (from 0), which is at least `first_step`, at most `end_step`."""
         return self.first_sample + (step - self.first_step) * self.samples_per_step
 
     def tokens_before(self, step: int) -> int:
-        """Tokens that the run has consumed before step number `step` (from 0), which is in this phase or ends it."""
+        """Tokens that the run consumes before step number `step` (from 0), which is at least `first_step`, at most `end_step`."""
         return self.first_token + (step - self.first_step) * self.tokens_per_step
 
     def step_after(self, consumed_samples: int) -> int:
-        """Number (from 0) of the step that follows after the run's first `consumed_samples` samples."""
+        """Index (from 0) of the step that begins once the run has consumed `consumed_samples` samples."""
         return self.first_step + (consumed_samples - self.first_sample) // self.samples_per_step
 
     @property
@@ -98,7 +98,7 @@ class DataSegment:
 
     Attributes:
         train: (weight, path) for each corpus.
-        first_position: number of samples in the run before it.
+        first_position: number of samples that the run consumes before the segment.
     """
 
     train: tuple[tuple[float, str], ...]
@@ -128,7 +128,7 @@ def run_phases(config: "Config") -> tuple[RunPhase, ...]:
 
 
 def _entries(config: "Config") -> list[dict[str, Any]]:
-    """List the phases with the fields that decide what is read, filled in from the config where absent."""
+    """List the phases, or one unnamed phase if there are none; each has the batch size, sequence length and corpora too."""
     train = config.train
     own = {BATCH: train.global_batch_size, SEQ_LENGTH: config.model.seq_length, CORPORA: config.data.train}
     return [{**own, **entry} for entry in config.phases] or [{"name": "", "until": train.tokens, **own}]
@@ -153,7 +153,7 @@ def at_phase(config: "Config", name: str) -> "Config":
 
 
 def as_a_run(tree: dict[str, Any], num_steps: int) -> None:
-    """Turn a JSON configuration into a run with `num_steps` steps in its current phase, without validation."""
+    """Change a JSON configuration, in place, to a run of `num_steps` steps in its current phase, without validation."""
     tree["phases"] = []
     tree["train"] |= {"phase": None, "steps": num_steps, "tokens": None}
     tree["eval"]["interval"] = None
@@ -184,7 +184,12 @@ def get_field(tree: Mapping[str, Any], dotted: str) -> Any:
 
 
 def refused_field(key: str, known: Collection[str]) -> str | None:
-    """Explain why a phase cannot have a field, in words that follow the field's name; None: it can."""
+    """Explain why a phase cannot have the field `key`, in words that follow the field's name; None if it can.
+
+    Args:
+        key: the field's dotted name.
+        known: dotted names of all configuration fields.
+    """
     if key in PHASE_FIELDS or (key.split(".")[0] in PHASE_SECTIONS and key in known):
         return None
     if key not in known:

@@ -39,7 +39,7 @@ def local_path(text: str) -> str:
 
 
 def _local_tokenizer(text: str) -> str:
-    """Expand a tokenizer's path, whose pattern (`ranks.tiktoken:PATTERN`) may hold any character."""
+    """Expand a tokenizer's path, but not a pattern after it (`ranks.tiktoken:PATTERN`), which may hold any character."""
     path, colon, pattern = text.partition(":")
     return local_path(text) if pattern.startswith("//") else f"{local_path(path)}{colon}{pattern}"
 

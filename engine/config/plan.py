@@ -31,7 +31,7 @@ class BatchPlan:
         tokens_per_step: labels in a step, masked ones included.
         num_steps: optimizer steps in the whole run.
         num_tokens: tokens in the whole run.
-        phase: the phase's steps and samples within the run; the whole run if it has no phases.
+        phase: the phase's place in the run; if the run has no phases, one phase that is the whole run.
     """
 
     global_batch_size: int
@@ -60,7 +60,7 @@ class BatchPlan:
 
 
 def partial_batch(train: "TrainConfig", dp: int | None) -> str | None:
-    """State the rule that a global batch breaks if it is not whole microbatches on every pipeline; None: it is."""
+    """Describe the broken rule if a global batch is not a whole number of microbatches on every pipeline; None if it is."""
     per_round = train.micro_batch_size * (dp or 1)
     if train.global_batch_size % per_round == 0:
         return None
@@ -74,7 +74,8 @@ def batch_plan(config: "Config", dp: int) -> BatchPlan:
     """Compute the batch arithmetic at data-parallel size `dp`.
 
     Raises:
-        ConfigError: the global batch is not whole microbatches on every pipeline, since `dp` differs from the checked config's.
+        ConfigError: the global batch is not a whole number of microbatches on every pipeline. Rules have checked this for the
+            config's own dp, but `dp` may be another.
     """
     train, phases = config.train, run_phases(config)
     assert phases, "a checked config has one length"
@@ -100,7 +101,7 @@ def planned_steps(config: "Config") -> int | None:
 
 
 def planned_tokens(config: "Config") -> int | None:
-    """Number of tokens in the run, in whole steps; None if its length is not given, or given twice."""
+    """Number of tokens in the run, rounded up to whole steps; None if its length is not given, or given twice."""
     phases = run_phases(config)
     return phases[-1].end_token if phases else None
 
@@ -160,13 +161,13 @@ def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelS
 
 
 def rank_grid(config: "Config", sizes: ParallelSizes, ranks_per_node: int | None = None) -> RankGrid:
-    """Build a run's rank grid; `ranks_per_node` applies if the config leaves it to the launcher."""
+    """Build a run's rank grid; `ranks_per_node` is used if `runtime.ranks_per_node` is null."""
     per_node = config.runtime.ranks_per_node or ranks_per_node
     return RankGrid(sizes, per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
 
 
 def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[StageLayers, ...]:
-    """List each pipeline stage's layers, in stage order; `memo` caches results across this model's layouts."""
+    """List each pipeline stage's layers, in stage order; `memo` caches results for one model under several layouts."""
     memo = {} if memo is None else memo
     model, parallel = config.model, config.parallel
     given = parallel.layers_per_stage
@@ -185,7 +186,7 @@ def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[
 
 
 def balance_line(config: "Config") -> str:
-    """Describe what `parallel.layers_per_stage=auto` gained over even stages."""
+    """Compare the busiest rank's work under `parallel.layers_per_stage=auto` with that under even stages, in one line."""
     parallel, ranks = config.parallel, _ranks(config)
     layers, head = _work(config)
     mean = (sum(layers) + head) / parallel.pp
@@ -199,7 +200,7 @@ def balance_line(config: "Config") -> str:
 
 
 def work_of_cut(config: "Config", pp: int, vpp: int, counts: Sequence[int], *, is_v: bool) -> tuple[int, int]:
-    """Forward FLOPs per token on the busiest rank and in the largest stage, with `counts` layers per stage."""
+    """Compute forward FLOPs per token: the busiest rank's, and the largest stage's. `counts`: number of layers in each stage."""
     placement = Placement(pp, vpp, is_v)
     return largest_work(*_work(config), counts, [placement.rank_of(stage) for stage in range(placement.num_stages)])
 

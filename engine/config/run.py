@@ -13,7 +13,7 @@ from triaxis.engine.layout.rank_rules import MOST_RANKS
 from triaxis.engine.storage.redaction import REDACTED, why_secret, without_secrets
 
 SHORTEST_TIMEOUT = 1.0
-"""Shortest allowed timeout in seconds. Starting a process alone takes longer than any shorter time."""
+"""Shortest allowed timeout in seconds: starting a process alone takes at least that long."""
 
 LONGEST_TIMEOUT = 30 * 24 * 3600.0
 """Longest allowed timeout in seconds: 30 days."""
@@ -56,7 +56,7 @@ class CheckpointConfig(_InBackground):
     @field_validator("interval", mode="before")
     @classmethod
     def _is_a_count_or_never(cls, value: object) -> object:
-        """Refuse other values with one message, instead of one per union member."""
+        """Refuse values other than null, never and a number of steps in one message; pydantic would give one per union member."""
         if value is None or value == "never":
             return value
         with suppress(ValueError):
@@ -72,12 +72,12 @@ class CheckpointConfig(_InBackground):
 
     @property
     def every(self) -> int | None:
-        """Number of steps between saves; None if only the end is saved, or nothing."""
+        """Number of steps between saves; None if the run saves only at its end, or never."""
         return self.interval if isinstance(self.interval, int) else None
 
     @property
     def in_background(self) -> bool:
-        """Whether saves are written while training continues. A run that only saves at the end has no training to overlap with."""
+        """Whether saves are written while training continues; False if the run saves only at its end, when training is over."""
         return bool(getattr(self, "async")) and self.every is not None
 
 

@@ -21,7 +21,7 @@ ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 """Regular expression for an action: chunk, kind, microbatch."""
 
 PLACEMENTS = ("loop", "v")
-"""Which rank holds which stage (`triaxis.engine.layout.placement`)."""
+"""Names for the two ways to place stages on ranks (`triaxis.engine.layout.placement`)."""
 
 _HEADER = re.compile(
     r"schedule=(\S+) pp=(\d{1,7}) vpp=(\d{1,7}) microbatches=(\d{1,9}) forward_only=(yes|no)(?: placement=(\S+))?"
@@ -35,9 +35,9 @@ class ScheduleText:
     """A schedule as text: the sizes from its first line, and the words in each rank's row.
 
     Attributes:
-        name: name of the algorithm or person that made it.
+        name: the schedule's name, such as its algorithm or author.
         placement: one of `PLACEMENTS`.
-        rows: one tuple per rank; each word is an action such as `0F3`.
+        rows: one tuple per rank; each word is an action (chunk, kind, microbatch) such as `0F3`.
     """
 
     name: str
@@ -60,11 +60,12 @@ class ScheduleText:
 
 
 def parse_schedule(text: str) -> ScheduleText:
-    """Parse the format above; empty lines and lines that begin with `#` are skipped.
+    """Parse a schedule in the module's format; empty lines and lines that begin with `#` are skipped.
+
+    `triaxis.engine.pipeline.validate.check` decides whether the actions make a correct schedule.
 
     Raises:
-        ScheduleError: lists all lines that cannot be read. (`triaxis.engine.pipeline.validate.check` decides whether the
-            schedule makes sense.)
+        ScheduleError: the text does not have the format; the message lists up to five faults.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     header = _HEADER.fullmatch(lines[0]) if lines else None
@@ -110,7 +111,7 @@ def parse_schedule(text: str) -> ScheduleText:
 
 
 def not_an_action(word: str) -> str:
-    """Word the message about a word that is not an action."""
+    """Build the message for a word that is not an action."""
     return (
         f"{word[:40]!r} is no action: an action is a chunk, one of F B I W and a microbatch, such as 0F3. "
         "A schedule with an unreadable action cannot be run; correct the text."
@@ -119,7 +120,7 @@ def not_an_action(word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFile:
-    """A schedule file, read together with the configuration; its plain form is the path.
+    """A schedule file, read together with the configuration; as a configuration value it is written as its path.
 
     Attributes:
         path: path as given; a relative one is relative to the working directory.
@@ -134,10 +135,10 @@ class ScheduleFile:
 
     @classmethod
     def read(cls, path: str) -> "ScheduleFile":
-        """Read a file.
+        """Read and parse a schedule file.
 
         Raises:
-            ValueError: it cannot be read, or is not a schedule.
+            ValueError: the file cannot be read, or is not a schedule.
         """
         try:
             return cls(path, parse_schedule(read_text(Path(local_path(path)))))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the tree imports every section
     from triaxis.engine.config.tree import Config
 
 MOST_DIVIDED = 10_000
-"""Upper bound in the search for small divisors; each one also gives its larger counterpart."""
+"""Largest number that `divisors` tries as a divisor; each divisor found also gives the larger one, number // divisor."""
 
 Verdict = Literal["layout", "meant", "never"]
 Candidates = Mapping[str, Iterable[object]]
@@ -35,13 +35,13 @@ Advice = str | Callable[[], str]
 class OnResume:
     """The rule for a field that differs between a saved run and the run that resumes it.
 
-        layout    affects speed only; always allowed, and printed
-        meant     another run, but a sane one; allowed if `checkpoint.accept` names it
-        never     the weights or the place in the data would mean something else
+        layout    the field affects speed only: a difference is always allowed, and printed
+        meant     the run becomes another one, which may be intended: allowed if `checkpoint.accept` names the field
+        never     the weights or the place in the data would mean something else: always refused
 
     Attributes:
         verdict: one of these three words.
-        is_layout: test on the new configuration that turns the verdict into layout; None: no test.
+        is_layout: test on the new configuration; if it returns True, the verdict is `layout` instead. None: no test.
     """
 
     verdict: Verdict
@@ -58,14 +58,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
     on_resume: ClassVar[OnResume | None] = None
-    """The rule for fields without one of their own; None: that of the enclosing section."""
+    """The rule for fields that have no rule of their own; None: the enclosing section's rule."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse a bool where none belongs: YAML reads `on` and `yes` as true, which would count as 1.
 
-        A field that takes words refuses it itself, and lists its words.
+        A field of type Literal is left out here, because its own error message lists the allowed words.
         """
         if get_origin(cls.model_fields[str(info.field_name)].annotation) is Literal:
             return value
@@ -117,7 +117,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A rule's input: the config, and the cluster as far as it is known."""
+    """A rule's input: the config, and the cluster's numbers; None: not known."""
 
     config: "Config"
     world_size: int | None
@@ -125,7 +125,7 @@ class Subject:
 
     @property
     def dp(self) -> int | None:
-        """The data-parallel size; None if it is open or does not exist."""
+        """The data-parallel size; None if it is not known yet, or if no size fills the ranks."""
         return data_parallel_size(self.config.parallel, self.world_size)
 
     def problem(self, key: str, rule: str, candidates: Candidates | None = None, advice: Advice = "") -> "Problem":
@@ -144,8 +144,8 @@ class Problem:
         key: the field's dotted name.
         value: the field's value.
         rule: what must hold, and what would have broken.
-        candidates: values that may fix it, nearest first, by dotted name.
-        advice: further advice, or advice that no value expresses; a function if it takes long to find.
+        candidates: values that may fix the problem, nearest first, by the dotted name of the field to change.
+        advice: advice that no candidate expresses; a function that returns it if it takes long to compute.
     """
 
     key: str
@@ -203,12 +203,12 @@ def numbers(near: int, least: int = 1) -> Iterator[int]:
 
 
 def _types(annotation: Any) -> tuple[Any, ...]:
-    """The annotation and, for a union, its members."""
+    """Return the annotation and, for a union, its members."""
     return annotation, *get_args(annotation)
 
 
 def plain(value: Any) -> str:
-    """Format a value as one types it in YAML; defaults in a section or a corpus are left out."""
+    """Format a value as a user types it in YAML; fields of a section or corpus that have their default are left out."""
     if value is None:
         return "null"
     if isinstance(value, bool):

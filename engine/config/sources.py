@@ -26,7 +26,7 @@ from triaxis.engine.config.places import LocalPath, Name
 
 
 class Source(BaseModel):
-    """A corpus in a blend. A bare path stands for one with the defaults."""
+    """A corpus in a blend. A bare path is accepted too: the other fields then have their defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
@@ -50,7 +50,7 @@ class Source(BaseModel):
 
     @property
     def title(self) -> str:
-        """Display name."""
+        """The corpus's name in logs and tables: `name`, or the last part of the path."""
         return self.name or Path(self.path).name
 
 

@@ -1,11 +1,13 @@
 """Each layer's and the head's work in FLOPs, from the model's sizes alone.
 
-    a layer    2 per weight in its GEMMs, and GEMMs with (keys that a query sees) x heads x size of a query, and of a value
-    experts    in place of an MLP: the router, a token's k experts and the shared ones
+A forward has these FLOPs per token; h is the hidden size, V the padded vocabulary size:
+
+    a layer    2 per weight in its GEMMs, plus, in attention, 2 x keys that a query sees x heads x (query size + value size)
+    experts    the weights of the router, a token's k experts and the shared ones replace an MLP's weights
     the head   2 h V;  the embedding is a look-up and costs nothing
     a multi-token prediction layer   a layer, 2 x 2 h^2 for its projection, and the head once more, all on the last stage
 
-These are FLOPs per token in a forward. A backward has twice as much of each, so shares of work are the same.
+A backward has twice as many FLOPs in each row, so each row's share of the work is the same.
 `engine/telemetry/record/flops.py` adds up the same terms for a step.
 """
 
@@ -17,13 +19,13 @@ if TYPE_CHECKING:  # the sections import the plan, which imports this module
 
 
 def keys_of(length: int, window: int | None) -> float:
-    """Sum the keys that `length` consecutive tokens' queries see, causally, with at most `window` keys each."""
+    """Sum, over `length` consecutive tokens, the number of keys that a token's query sees: causal, at most `window` keys."""
     seen = length if window is None else min(length, window)
     return seen * (length - seen / 2)
 
 
 def flops_of_a_key(model: "ModelConfig") -> int:
-    """Count attention's FLOPs for each key that a query sees: its score and its part in the weighted sum."""
+    """Count attention's FLOPs, over all heads, for one key that a query sees: its score, and its value in the weighted sum."""
     return 2 * model.num_attention_heads * (model.head_size + model.value_size)
 
 
@@ -37,7 +39,7 @@ def attention_weights(model: "ModelConfig") -> int:
 
 
 def made_from_latents(model: "ModelConfig") -> int:
-    """Count the weights that compute keys and values from latents; recomputing attention repeats that product too."""
+    """Count the weights that compute keys and values from latents; recomputing attention repeats their GEMM too. 0: no latents."""
     mla = model.mla
     if mla is None:
         return 0
@@ -45,14 +47,14 @@ def made_from_latents(model: "ModelConfig") -> int:
 
 
 def layer_weights(model: "ModelConfig", kind: "LayerKind") -> int:
-    """Count the weights in a layer's GEMMs that a token is multiplied with, including only its own experts."""
+    """Count the weights in a layer's GEMMs that one token is multiplied with; of routed experts, only the token's k count."""
     router = 0 if model.moe is None or not kind.has_experts else model.moe.num_experts * model.hidden_size
     mlp = (model.activation_kind.num_inputs + 1) * mlp_width(model, kind) * model.hidden_size
     return attention_weights(model) + router + mlp + model.own_costs.weights
 
 
 def projection_weights(model: "ModelConfig", kind: "LayerKind") -> int:
-    """Count the weights in a multi-token prediction layer's projection, which joins an embedding and a hidden state."""
+    """Count the weights in a multi-token prediction layer's projection, [h, 2 h], which joins an embedding and a hidden state."""
     return 2 * model.hidden_size * model.hidden_size if kind.is_mtp else 0
 
 
@@ -70,9 +72,9 @@ def layers_forward_flops(model: "ModelConfig") -> tuple[int, ...]:
 
 
 def head_forward_flops(model: "ModelConfig") -> int:
-    """The last stage's forward FLOPs per token besides its own layers, padded columns included.
+    """The last stage's forward FLOPs per token, without those of the model's own layers.
 
-    They cover the output head, and the multi-token prediction layers, each with the head again.
+    They cover the output head (padded columns included) and the multi-token prediction layers, each of which runs the head again.
     """
     head = 2 * model.hidden_size * model.padded_vocab_size
     ahead = model.kinds[model.num_layers :]

@@ -17,8 +17,8 @@ SINKS: Mapping[str, str] = MappingProxyType(
         "tensorboard": "triaxis.engine.telemetry.outlets.tensorboard:TensorBoardSink",
     }
 )
-"""Sinks (`triaxis.engine.telemetry.outlets.sink`) by the `telemetry` field that opens them, in order. They are imported when
-chosen: `engine/config` is a lower layer than theirs, and a run loads only what it uses."""
+"""Import paths of the sinks (`triaxis.engine.telemetry.outlets.sink`), by the `telemetry` field that turns each on. A run opens its
+sinks in this order. They are imported only then: a run loads what it uses, and `engine/config` is a lower layer than the sinks."""
 
 
 class WandbConfig(Section):

@@ -22,7 +22,8 @@ MOST_MICROBATCHES = 2**17
 """Maximum microbatches per pipeline and step: a schedule lists a forward and a backward for each."""
 
 LARGEST_BETA_IN_BF16 = 0.99
-"""Largest beta for a bf16 moment. With 8 bits, it does not move within 2^-9 / (1 - beta) of its mean: here 20 %."""
+"""Largest beta for a bf16 moment. With 8 significant bits, a moment stops moving once it is within a share 2^-9 / (1 - beta) of the
+mean that it tracks: 20 % at this beta."""
 
 
 DECAYS = ("cosine", "linear")
@@ -39,11 +40,11 @@ CONSTANT_RATE: Mapping[str, Any] = MappingProxyType(
         "cooldown_shape": "linear",
     }
 )
-"""`optimizer` fields for a constant learning rate, which replace any schedule in a run with a few steps."""
+"""Values of `optimizer` fields that give a constant learning rate; they replace the schedule in runs of only a few steps."""
 
 
 def _length_is_free(subject: Subject) -> bool:
-    """Whether no learning rate depends on the run's length; if so, a longer run is the same run."""
+    """Whether no step's learning rate depends on the run's length; then a longer run has the same steps, and more after them."""
     optimizer = subject.config.optimizer
     if optimizer.lr_schedule in DECAYS:
         return optimizer.decay_steps is not None
@@ -140,7 +141,7 @@ class PrecisionConfig(Section):
 
     @property
     def scaling(self) -> LossScaleConfig | None:
-        """The run's loss scale; None if its dtype needs none."""
+        """The run's loss-scale settings; None unless its dtype is fp16."""
         return (self.loss_scale or LossScaleConfig()) if self.dtype == "fp16" else None
 
 

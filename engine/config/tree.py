@@ -12,8 +12,8 @@ A broken rule becomes a message that names only legal values.
                                                                             |
        each candidate is put into the config and all rules run again:  gone, and nothing new broken  ->  it is named
 
-So a message never leads from one mistake into the next. If one field could fix several broken rules, values that fix all of them
-come first. Values outside the field's bounds are left out.
+So a message never leads from one mistake into the next. If one field could fix several broken rules, and some of its values fix all
+of them, only those values are named. Values outside the field's bounds are left out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -40,10 +40,10 @@ FORMAT_VERSION = 2
 """Version number for configuration files, raised when a key changes its name or its meaning (`engine/config/earlier.py`)."""
 
 NUM_NAMED = 2
-"""Number of legal values that a message names per field."""
+"""Maximum number of legal values that a message names per field."""
 
 NUM_TRIED = 64
-"""Number of candidates tried per field."""
+"""Maximum number of candidates that are tried per field."""
 
 
 class Config(Section):
@@ -95,7 +95,7 @@ def problems(
 
     Args:
         config: config to check.
-        world_size: number of ranks in the run; None: as in the config. Rules that need an unknown number are skipped.
+        world_size: number of ranks in the run; None: what the config implies. Rules that need an unknown number are skipped.
         ranks_per_node: number of ranks on each node; None: `runtime.ranks_per_node`.
         more_rules: further rules, checked last.
     """
@@ -119,7 +119,7 @@ def require_legal(
 def broken_rules(
     config: Config, world_size: int | None = None, ranks_per_node: int | None = None, more_rules: Sequence[Rule] = ()
 ) -> list[Problem]:
-    """List the broken rules as records, their candidates reduced to the nearest legal ones."""
+    """List the broken rules as `Problem` records whose candidates are the nearest legal values, at most `NUM_NAMED` per field."""
     subject, rules = Subject(config, world_size, ranks_per_node), (*RULES, *more_rules)
     broken = {(rule, problem.key): problem for rule, problem in _broken(subject, rules)}
     found = []
@@ -139,7 +139,7 @@ def broken_rules(
 
 
 def broken_keys(subject: Subject, rules: Sequence[Rule]) -> set[tuple[Rule, str]]:
-    """Collect the broken rules, each with its field."""
+    """Collect (rule, the field's dotted name) for each broken rule."""
     return {(rule, problem.key) for rule, problem in _broken(subject, rules)}
 
 
@@ -154,7 +154,7 @@ def _broken(subject: Subject, rules: Sequence[Rule]) -> Iterator[tuple[Rule, Pro
 
 
 def _mends(subject: Subject, rules: Sequence[Rule], name: str, value: object, others: Set[tuple[Rule, str]]) -> bool:
-    """Whether the new value breaks no rules except `others`."""
+    """Whether the config with `value` in the field `name` breaks no rules except `others`."""
     changed = replace(subject, config=with_value(subject.config, name, value))
     return all((rule, problem.key) in others for rule, problem in _broken(changed, rules))
 
@@ -170,13 +170,13 @@ def is_whole(config: Config) -> bool:
 
 
 def resume_verdict(config: Config, key: str) -> Verdict:
-    """Judge a resume under `config` that changes the field `key`, such as `telemetry.nvtx`."""
+    """Return the verdict on a resume with the new configuration `config`, in which the field `key` has changed."""
     found = on_resume(key)
     return "layout" if found.is_layout is not None and found.is_layout(Subject(config, None, None)) else found.verdict
 
 
 def on_resume(key: str) -> OnResume:
-    """Look up a field's rule: its own, or else the nearest enclosing section's; if none is set, the value may never change."""
+    """Look up a field's resume rule: its own, else the nearest enclosing section's; if neither exists, `never`."""
     found = OnResume("never")
     section: type[Section] | None = Config
     for name in key.split("."):

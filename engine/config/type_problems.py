@@ -30,7 +30,7 @@ _TYPES = {
     "model": "keys with values",
     "finite": "a finite number",
 }
-"""What a field takes, by the first part of pydantic's error type."""
+"""Words for what a field accepts, by the first part of pydantic's error type."""
 
 
 def type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking: bool = True) -> Iterator[str]:
@@ -39,7 +39,7 @@ def type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking
     Args:
         error: error from validating the whole tree.
         origins: place where a field's value was given, by dotted name, if not in the file.
-        lacking: True to report fields without a value too.
+        lacking: whether to report required fields without a value too.
     """
     missing: dict[str, list[str]] = defaultdict(list)
     for detail in error.errors(include_url=False):
@@ -107,7 +107,7 @@ def _lacks(section: str, names: Sequence[str]) -> str:
 
 
 def section_at(dotted: str) -> type[Section] | None:
-    """Find the section with this name; None if it is a field or does not exist."""
+    """Find the section with this dotted name; None if the name is a field's or does not exist."""
     section: type[Section] | None = Config
     for part in dotted.split("."):
         if section is None or part not in section.model_fields:
@@ -117,7 +117,7 @@ def section_at(dotted: str) -> type[Section] | None:
 
 
 def needed_keys(dotted: str) -> str:
-    """Show how to type and how to leave out an optional section; "" for a section that every run has."""
+    """Explain how to type an optional section, and how to leave it out; "" for a section that every run has."""
     section = section_at(dotted)
     if section is None or "." not in dotted:
         return ""

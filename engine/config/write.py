@@ -42,7 +42,7 @@ def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
 
 
 def _phase_lines(phases: Sequence[Mapping[str, Any]], comment: str | None) -> Iterator[str]:
-    """Yield one line per phase."""
+    """Yield the `phases` key and one line of YAML per phase; the comment follows the key."""
     if not phases:
         yield from commented_lines("phases", [], comment, "")
         return
@@ -55,7 +55,7 @@ def _phase_lines(phases: Sequence[Mapping[str, Any]], comment: str | None) -> It
 
 
 def commented_lines(name: str, value: object, comment: str | None, indent: str) -> Iterator[str]:
-    """Yield a field's YAML lines, with plain data as its value; the comment follows the first line."""
+    """Yield a field's YAML lines; `value` is plain JSON data, and the comment follows the first line."""
     text = yaml.dump({name: value}, Dumper=_ShortLists, allow_unicode=True, width=10_000, sort_keys=False)
     first, *rest = text.splitlines()
     first = f"{indent}{first}"

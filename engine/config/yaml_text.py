@@ -3,8 +3,8 @@
 YAML 1.1 reads `0100` as 64, `1:30` as 90 and `2024-01-01` as a date; people mean none of them. They are text here, as in YAML 1.2,
 and a numeric field reads `0100` as 100.
 
-An alias repeats a whole value, and nested aliases multiply: ten lines can mean a billion values. A composer recurses at every
-level, so a text with nothing but brackets ends the process. The parser's events show both before any value exists.
+An alias repeats a whole value, and nested aliases multiply: ten lines can mean a billion values. YAML's composer recurses at every
+level, so a text of many opening brackets can end the process. The parser's events show size and depth before any value is built.
 """
 
 import re
@@ -23,7 +23,7 @@ MOST_LEVELS = 64
 """Maximum depth of nested lists and mappings; a configuration has four."""
 
 MOST_VALUES = 100_000
-"""Maximum number of keys and values, counted again wherever an alias repeats them."""
+"""Maximum number of keys and values; those that an alias repeats count once more."""
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -81,7 +81,7 @@ class _Extent:
 
 
 def _refuse_what_grows(text: str) -> None:
-    """Raise if levels or values exceed their limits, from the parser's events alone."""
+    """Read the parser's events, without building a value; raise yaml.YAMLError if levels or values exceed their limits."""
     anchors: dict[str, _Extent] = {}
     around: list[_Extent] = [_Extent()]
     events: Iterator[Any] = yaml.parse(text, SafeLoader)

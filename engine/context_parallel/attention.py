@@ -3,11 +3,12 @@
     q [b, n, s/c, d], k, v [b, n_kv, s/c, d] --all-gather k, v--> k, v [b, n_kv, s, d] --kernel--> out [b, n, s/c, d]
     backward   gather k, v again --kernel--> grad q, grad k, v [b, n_kv, s, d] --reduce-scatter--> [b, n_kv, s/c, d]
 
-One autograd function does both the gather and the attention. It saves q, the local k and v, the output and its log-sum-exp. So the
-kernel's forward runs once, and whole keys and values exist only while they are used.
+Shapes: b is the microbatch size, s the sequence length, c the number of cp ranks, n and n_kv the rank's query and key/value heads,
+d the head size. One autograd function does both the gather and the attention. It saves q, the local k and v, the output and its
+log-sum-exp. So the kernel's forward runs once, and whole keys and values exist only while they are used.
 
-Key/value heads are processed in pieces, each with the query heads that read them. Attention on one piece overlaps the next piece's
-gather. In the backward, a piece's gradient sum overlaps the next piece's backward.
+Key/value heads are processed in pieces, each with the query heads that read them; piece j has n_j key/value heads. Attention on one
+piece overlaps the next piece's gather. In the backward, a piece's gradient sum overlaps the next piece's backward.
 
     forward    gather 0   gather 1 | attention 0     gather 2 | attention 1     ...
     backward   gather 0   gather 1 | backward 0      gather 2, sum 0 | backward 1      ...
@@ -129,7 +130,7 @@ class GatheredKeys(Mixer):
     ) -> torch.Tensor:
         """Attend from this rank's q [s/c, b, n, d] to all tokens -> [s/c, b, n * d]; k and v [s/c, b, n_kv, d] are gathered first.
 
-        Unlike `Mixer.mixed`, this never recomputes attention, because a collective must not run inside a recompute.
+        Unlike `Mixer.mixed`, this never recomputes attention in the backward, because a collective must not run inside a recompute.
         """
         kernel = masked_kernel(self.kernels.choices.attention, q.device, mask, self.scale, self.softcap)
         sinks = self.sinks_of(slice(0, q.shape[2]))
@@ -137,7 +138,7 @@ class GatheredKeys(Mixer):
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Gathers, and the kernel's own forward and backward, once per piece."""
+    """Attention over gathered keys and values: for each piece, a gather and the kernel's forward, or its backward."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,6 @@
 """Context-parallel cut along a microbatch's rows, made once on the host, after labels are shifted.
 
-    tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: this rank's runs, row by row; tokens ahead likewise
+    tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: this rank's runs, row by row; the same for tokens ahead
 
 All cp ranks in a replica read the same samples. A document may span several ranks, since masks come from positions in the row.
 """
@@ -21,12 +21,13 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 
 @dataclass(frozen=True, slots=True)
 class ContextCut:
-    """Cut for one cp rank; at size 1 it leaves a microbatch unchanged.
+    """The function that cuts one cp rank's part from a microbatch; with a single cp rank it changes nothing.
 
     Attributes:
         size, index: cp axis size, and this rank's index on it.
-        windows: the layers' attention windows, which determine a token's work. None if ranks exchange heads
-            (`engine/context_parallel/ulysses.py`): work is then equal, so each rank has one run with s/c tokens.
+        windows: number of layers for each attention window, from which a token's work is computed. None if ranks exchange heads
+            (`engine/context_parallel/ulysses.py`): every rank then has equal work, whichever tokens it has, so each has one run
+            with s/c tokens.
     """
 
     size: int

@@ -1,6 +1,6 @@
 """Distribution of a row's tokens to context-parallel ranks, balanced by attention work.
 
-A causal query sees all keys before it, so a row's later half has most attention work. A row with s tokens is cut into equal blocks.
+A causal query sees all earlier keys, so most attention work is in a row's later half. A row with s tokens is cut into equal blocks.
 All c ranks get equally many blocks: s/c tokens each, whatever the documents are. The heaviest block is dealt first, to the least
 loaded rank that still has room. This is longest processing time first (Graham 1969), with a bound on blocks per rank.
 
@@ -27,7 +27,7 @@ Windows = Mapping[int | None, int]
 
 
 def windows_of(model: ModelConfig) -> Windows:
-    """Count a model's layers by window."""
+    """Count a model's layers by attention window (None: no window)."""
     return Counter(kind.window for kind in model.kinds)
 
 
@@ -49,7 +49,7 @@ def block_work(documents: Sequence[int], length: int, windows: Windows) -> list[
     Args:
         documents: document lengths in the row.
         length: tokens per block.
-        windows: layer count by window.
+        windows: number of layers for each attention window.
     """
     starts = [0, *accumulate(documents)]
     work = [0] * (starts[-1] // length)
@@ -63,7 +63,7 @@ def block_work(documents: Sequence[int], length: int, windows: Windows) -> list[
 
 
 def deal(work: Sequence[int], size: int) -> list[list[int]]:
-    """Deal equally many blocks to each of `size` ranks; return each rank's block numbers, ascending."""
+    """Deal equally many blocks to each of `size` ranks, balanced by `work`; return each rank's block indices, ascending."""
     each, rest = divmod(len(work), size)
     assert not rest, f"{len(work)} blocks cannot be dealt evenly to {size} ranks"
     hands: list[list[int]] = [[] for _ in range(size)]

@@ -25,7 +25,7 @@ def imbalance(microbatches: Sequence[Sequence[int]]) -> float:
 
 
 def predicted_imbalance(documents: DocumentStatistics, micro_batch_size: int, size: int, windows: Windows) -> float:
-    """Predict the imbalance over all replicas from the first steps' documents."""
+    """Predict the imbalance over all replicas, from the documents that the first steps read."""
     rows = documents.rows()
     starts = range(0, len(rows), micro_batch_size)
     return imbalance([work_of_ranks(rows[start : start + micro_batch_size], size, windows) for start in starts])

@@ -25,7 +25,7 @@ Made = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pass keys and values through unchanged: `made` for layers whose rows already are k and v."""
+    """Return keys and values unchanged: the function `made` for layers whose rows already are k and v."""
     return k, v
 
 
@@ -36,12 +36,12 @@ class Mixer:
     Attributes:
         name: attention layer's name, also the prefix for its dropout site.
         kernels: the run's kernels.
-        saved: choice between saved and recomputed tensors.
+        saved: policy that decides which tensors are saved and which recomputed.
         first_head: index of this rank's first query head in the model.
         scale, softcap: logit scale and soft cap, as in `triaxis.engine.kernels.attention.attention`.
         dropout: drop probability for attention probabilities.
         sinks: attention-sink logits [n] for this rank's query heads, or None.
-        made: function from rows to keys and values.
+        made: function that computes keys and values from the rows.
     """
 
     name: str
@@ -81,7 +81,8 @@ class Mixer:
     ) -> torch.Tensor:
         """Attend from q [b, n, s, d] to rows [b, .., s_k, ..] -> [s, b, n * d_v]; `tensors` is (q, *rows).
 
-        There are three cases: s_k = s (causal); s = 1 (one query, at the last of s_k positions); q is the mask's part of the rows.
+        There are three cases: s_k = s, causal attention; s = 1, one query at the last of s_k positions; or q is the part of the
+        rows that the mask names.
         """
         q, *rows = tensors
         return self.attend(kernel, mask, keys, first, q, *self.made(*rows))

@@ -3,8 +3,8 @@
     q [s/c, b, n, d], k, v [s/c, b, n_kv, d] --all-to-all--> q [s, b, n/c, d], k, v [s, b, n_kv/c, d]
       --attention--> [s, b, n/c, d] --all-to-all--> [s/c, b, n, d]
 
-Rank i out of c holds tokens [i s/c, (i + 1) s/c) in each row; inside attention it holds heads [i n/c, (i + 1) n/c). Attention work
-is equal on all ranks, whatever the documents are. An all-to-all's backward is an all-to-all on the gradient.
+Rank i out of c cp ranks holds tokens [i s/c, (i + 1) s/c) in each row; inside attention it holds query heads [i n/c, (i + 1) n/c).
+Attention work is equal on all ranks, whatever the documents are. An all-to-all's backward is an all-to-all on the gradient.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class ExchangedHeads(Mixer):
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s/c, b, n, d] to whole rows, made from k, v [s/c, b, n_kv, d] -> [s/c, b, n * d]."""
+        """Attend from q [s/c, b, n, d] to whole rows, exchanged from k, v [s/c, b, n_kv, d] -> [s/c, b, n * d]."""
         first, _ = cut(q.shape[2], self.axis.size, self.axis.index)
         mine, *whole = self.to_heads(q, *rows)
         # Rows are whole from here to the exchange back, so mask and dropout keys use whole-row positions.

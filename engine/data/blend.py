@@ -4,11 +4,15 @@
                          corpus   a b a a | a b a a |
                          sample   0 0 1 2 | 3 1 4 5 |          n -> (table[n % P], n // P * share + rank[n % P])
 
-After any n samples a corpus with weight w has given floor(w n) or ceil(w n), so the error stays below one sample. The usual rule
-picks the corpus with the largest deficit and does not guarantee that (weights 5:3:1:5:30:30:1 reach 1.2). Earliest deadline first
-does. A corpus's sample j may be taken from step floor(j / w) on and must be taken by step ceil((j + 1) / w) - 1. For unit tasks on
-one machine this order meets every deadline that can be met (the "Pfair" windows in Baruah, Cohen, Plaxton and Varvel,
-Algorithmica 15, 1996). The computation uses integers only, so no rounding moves a sample.
+P is the period in samples. `table` names the corpus for each place in a period, `share` is the corpus's samples per period, and
+`rank` counts the corpus's samples before that place.
+
+Let w be a corpus's weight divided by the sum of the weights. After any n samples the corpus has given floor(w n) or ceil(w n), so
+the error stays below one sample. The usual rule picks the corpus with the largest deficit, and its error can be larger (1.2
+samples for weights 5:3:1:5:30:30:1). So samples are chosen by earliest deadline first. A corpus's sample j may be blend sample
+floor(j / w) at the earliest and must be blend sample ceil((j + 1) / w) - 1 at the latest. For unit tasks on one machine, earliest
+deadline first meets every deadline that can be met (the "Pfair" windows in Baruah, Cohen, Plaxton and Varvel, Algorithmica 15,
+1996). The computation uses integers only, so no rounding moves a sample.
 """
 
 import heapq
@@ -30,7 +34,8 @@ def shares(weights: Sequence[float]) -> list[int]:
     """Compute each corpus's samples per period: integers in the ratio of the weights, whose sum is the period.
 
     Decimal weights are exact (0.1 is one tenth, not the nearest binary number). If the exact ratio needs a period above
-    `MAX_PERIOD`, shares are scaled to that period and rounded down, to at least 1. The largest remainders get the rest.
+    `MAX_PERIOD`, the shares are scaled to that period and rounded down, but not below 1. The samples that are then missing from the
+    period go, one each, to the shares that rounding lowered most.
     """
     assert weights and all(0 < weight < float("inf") for weight in weights), weights
     exact = [Fraction(str(weight)) for weight in weights]
@@ -49,7 +54,10 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def one_period(share: Sequence[int]) -> NDArray[np.int64]:
-    """Assign a corpus to each sample in a period by earliest deadline first, int64 [sum(share)]; ties go to the first corpus."""
+    """Assign a corpus index to each sample in a period by earliest deadline first, int64 [sum(share)].
+
+    If two deadlines are equal, the corpus with the lower index goes first.
+    """
     period = sum(share)
     released: list[tuple[int, int]] = []
     waiting = [(0, corpus) for corpus in range(len(share))]
@@ -80,8 +88,8 @@ class Blend:
     """Several sources merged in a fixed ratio into one.
 
     Args:
-        sources: one source per weight; each has every sample id >= 0.
-        weights: positive weights, relative to their sum, as in `shares`.
+        sources: one source per weight; each provides a sample for every id >= 0.
+        weights: positive weights; a source's fraction of the samples is its weight divided by their sum.
         first_id: id of the blend's first sample.
 
     Raises:

@@ -1,10 +1,12 @@
 """The train, valid and test samples that a configuration describes: training's entry point to `engine/data`.
 
-    data.train web 0.7, code 0.3    data.valid none     split each corpus by documents, blend each part
-                                    data.valid other    train: every document in data.train; valid: every one in data.valid
+Each line below shows settings, then the samples that follow from them:
+
+    data.train web 0.7, code 0.3    data.valid none     split each corpus by documents, then blend each part
+                                    data.valid other    train: all documents in data.train; valid: all documents in data.valid
     data.synthetic true                                 random tokens, no corpus
 
-Every process on every node gets the same samples from the same arguments; a node's first process builds its caches.
+Every process on every node gets the same samples from the same arguments. On each node, the first process builds the caches.
 """
 
 import hashlib
@@ -36,24 +38,27 @@ from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DataError
 
 IDS_AT_START = 2**18
-"""Token ids checked at every start if a corpus has no record; `triaxis data check` reads all ids."""
+"""Number of token ids checked at every start in a corpus without a record (PREFIX.json); `triaxis data check` reads all ids."""
 
 ENDS_AT_START = 100
-"""Documents per corpus whose last ids are checked at every start."""
+"""Number of documents per corpus whose last token is checked at every start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """The three parts, each with every sample id >= 0; None if the configuration has no such part."""
+    """A run's samples in three parts. Each has a sample for every id >= 0; it is None if the configuration has no such part."""
 
     train: SampleSource
-    """Training samples from 0; if the sample length or blend changes during the run, those for its present segment."""
+    """Training samples. If the sample length or blend changes during the run: the present segment's samples, numbered from 0."""
     valid: SampleSource | None
     test: SampleSource | None
     fingerprint: str
-    """Hexadecimal digest; equal if all samples in all parts are equal (as far as `IndexedTokens.fingerprint` can distinguish)."""
+    """Hexadecimal digest. Equal digests mean equal samples in all parts, as far as `IndexedTokens.fingerprint` can tell."""
     train_after: Callable[[SkippedRanges], SampleSource]
-    """Function that opens training samples by their ids in the run, continuing after the samples that earlier segments read."""
+    """Function that opens the training samples for the given skipped ranges, indexed by their ids in the run.
+
+    Each corpus continues after the samples that the run's earlier segments read.
+    """
 
 
 def open_datasets(
@@ -72,7 +77,7 @@ def open_datasets(
     Args:
         data_config: corpora and their split.
         seq_length: labels per sample.
-        seed: random seed for all orders.
+        seed: random seed for the orders of documents and samples.
         cache_dir: folder for index caches, overriding `data.cache_dir`; if neither is set, PREFIX.cache next to each corpus.
         vocab_size: model vocabulary without padding; a corpus with larger ids is refused.
         own: extension that provides the `extension:NAME` corpora.
@@ -80,7 +85,7 @@ def open_datasets(
         progress: observer notified while orders are built.
 
     Raises:
-        DataError: a corpus is missing, damaged, too small for its split, named twice, or has ids outside the vocabulary.
+        DataError: a corpus is missing, damaged, named twice or too small for its split, or has ids outside the vocabulary.
     """
     # Only non-default choices enter the digest, so digests in older checkpoints stay valid.
     chosen = data_config.model_dump(
@@ -213,7 +218,7 @@ def continued(
 
 
 def unbroken_corpora(source: SampleSource) -> list[str]:
-    """List the corpora whose mean document is longer than UNBROKEN samples: they seem to have lost their document ends."""
+    """List the corpora that seem to have lost their document ends: their mean document is longer than UNBROKEN samples."""
     return [
         stream.corpus.prefix
         for stream in _streams(source)
@@ -222,24 +227,24 @@ def unbroken_corpora(source: SampleSource) -> list[str]:
 
 
 def trained_and_validated(datasets: Datasets) -> list[str]:
-    """List the corpora whose documents both training and validation read; copies count as the same corpus."""
+    """List the corpora whose documents both training and validation read; a copy of a corpus counts as the same corpus."""
     trained = {stream.identity for stream in _streams(datasets.train)}
     validated = [] if datasets.valid is None else _streams(datasets.valid)
     return [stream.corpus.prefix for stream in validated if stream.identity in trained]
 
 
 class OtherEnd(NamedTuple):
-    """A corpus whose documents do not end with the end-of-document token."""
+    """A corpus whose documents mostly do not end with the end-of-document token."""
 
     corpus: str
     num_others: int
-    """Examined documents that end with another id."""
+    """Number of examined documents that end with another id."""
     looked_at: int
-    """Documents examined."""
+    """Number of examined documents."""
     end: int
-    """Id expected at a document's end."""
+    """End-of-document id, expected at a document's end."""
     most: int
-    """Most frequent last id among the others."""
+    """Most frequent last id among the documents that end with another id."""
 
 
 def other_ends(source: SampleSource, eod_id: int) -> list[OtherEnd]:
@@ -267,9 +272,9 @@ class ReadAgain(NamedTuple):
 
     corpus: str
     asked: int
-    """Samples needed."""
+    """Number of samples needed."""
     held: int
-    """Samples per epoch."""
+    """Number of samples in one epoch."""
 
 
 def read_again(source: SampleSource, num_samples: int) -> list[ReadAgain]:

@@ -1,10 +1,15 @@
 """Document statistics for a run's first steps: how many documents, how long, and how much attention work they cause.
 
 With `data.attention: within` a query sees only its own document, so attention cost depends on the document lengths. The first
-steps stand for the whole run: lengths come from the index, and no token is read.
+steps are taken as typical of the whole run. Lengths come from the corpus index, so no token is read.
 
-    keys in a document with l tokens    l^2 / 2 without a window, m (l - m / 2) with m = min(l, window)
-    (an integral replaces the sum over queries, as in the published 6 L a d s for a causal mask: s / 2 keys per query)
+A document with l tokens has this many (query, key) pairs, called its keys:
+
+    without a window    l^2 / 2
+    with a window       m (l - m / 2), m = min(l, window)
+
+The exact sum over queries is replaced by an integral. The published FLOP count for causal attention does the same: 6 L a d s per
+token, for L layers, a heads, head size d and s tokens per sample, charges each query for s / 2 keys.
 """
 
 from dataclasses import dataclass
@@ -15,7 +20,7 @@ from triaxis.engine.data.sampler import step_sample_ids
 from triaxis.engine.data.samples import SampleSource, input_lengths
 
 MOST_SAMPLES = 1024
-"""Samples examined; a single step is always examined whole, even if it has more."""
+"""Largest number of samples examined; if the first step has more, exactly that step is examined."""
 
 UNBROKEN = 100
 """Mean document length in samples above which a corpus seems to have lost its document ends."""
@@ -27,7 +32,8 @@ class DocumentStatistics:
 
     Attributes:
         seq_length: s, input tokens per sample.
-        steps: document lengths for each step and dp rank, counted in the samples' inputs; each sample's lengths add up to s.
+        steps: steps[step][dp rank] lists the document lengths in the rank's samples, sample after sample, in input tokens; each
+            sample's lengths add up to s.
     """
 
     seq_length: int
@@ -62,13 +68,13 @@ class DocumentStatistics:
         return sum(keys_of(length, window) for length in lengths) / sum(lengths)
 
     def imbalance(self, window: int | None) -> float:
-        """Compute the busiest dp rank's keys divided by the mean over ranks, averaged over steps; at least 1."""
+        """Compute the busiest dp rank's (query, key) pairs divided by the mean over dp ranks, averaged over steps; at least 1."""
         keys = [[sum(keys_of(length, window) for length in rank) for rank in step] for step in self.steps]
         return fmean(max(ranks) / fmean(ranks) for ranks in keys)
 
 
 def one_document_per_sample(seq_length: int) -> DocumentStatistics:
-    """Build the statistics that apply if tokens attend across documents."""
+    """Build statistics in which each sample is one document; they apply if tokens attend across documents."""
     return DocumentStatistics(seq_length, (((seq_length,),),))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 BOUNDARIES_MULTIPLE = 64
-"""The boundaries tensor is padded to a multiple of this, so it takes few distinct shapes."""
+"""The length of `Documents.boundaries` is padded to a multiple of this, so that the tensor has few distinct shapes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +24,8 @@ class Documents:
 
     Attributes:
         lengths: document lengths in tokens, row by row, all above 0; the host reads them without waiting for the device.
-        boundaries: first token of each document in the flattened [b, s], int32 [n], padded with b s (`cu_seqlens` in varlen
-            kernels; an empty document at the end costs nothing).
+        boundaries: index of each document's first token in the flattened [b, s], int32 [n], padded with the value b s. This is
+            `cu_seqlens` for varlen kernels; the padding reads as empty documents at the end, which cost nothing.
         numbers: each token's document number within its row, int32 [b, s]; tokens with equal numbers see each other.
     """
 

@@ -1,11 +1,12 @@
 """One epoch's order, built once per node and kept in a hashed cache file.
 
-    document_order  int64 [D]      the split's documents in this epoch's order
-    token_offsets   int64 [D + 1]  their starts in the epoch's token stream
-    sample_order    int64 [n]      the stream's samples in training order
+    document_order  int64 [D]      index of each document in this epoch's order, from 0 within its part of the split
+    token_offsets   int64 [D + 1]  each document's start in the epoch's token stream, in that order, then the stream's length
+    sample_order    int64 [n]      index of each sample in the stream, in training order
 
-Both orders depend on (seed, epoch) and the counts, never on the run length, so a longer run extends a shorter one. The document
-order does not depend on the sample length, so an epoch cut again (`engine/data/remainder.py`) is the same token stream.
+Both orders depend on the seed, the epoch, D and n, never on the run length, so a longer run extends a shorter one. The document
+order does not depend on the sample length. So an epoch keeps its token stream if it is cut into samples of another length
+(`engine/data/remainder.py`).
 """
 
 import json
@@ -28,6 +29,7 @@ class EpochKey:
     """Corpus fingerprint."""
     first_document: int
     last_document: int
+    """Number after the last document's."""
     seq_length: int
     seed: int
     epoch: int
@@ -65,8 +67,8 @@ def open_epoch(
 ) -> EpochIndex:
     """Open the epoch's order from its cache file; the first process on a node builds it while the others wait.
 
-    An order with more than `order_pieces.PIECE` numbers is built in pieces that survive a kill, with identical bits. `progress`
-    is notified after each piece.
+    If the three arrays together have more than `order_pieces.PIECE` numbers, they are built in pieces. A killed process then loses
+    at most one piece, and the result has the same bits. `progress` is notified after each piece.
 
     Raises:
         DataError: the cache folder cannot be read or written.

@@ -27,16 +27,16 @@ class Progress:
     """An observer for slow operations; this base class ignores every notification."""
 
     def piece(self, path: Path, done: int, of: int) -> None:
-        """Handle a cache file's piece: this process has finished `done` pieces out of `of`."""
+        """Called after each piece of a cache file: this process has finished `done` pieces out of `of`."""
 
     def waits(self, path: Path) -> None:
-        """Handle a wait: another process on the node holds the lock for building a cache file. Called repeatedly."""
+        """Called repeatedly while this process waits for a cache file, because another process on the node is building it."""
 
     def hashes(self, path: Path) -> None:
-        """Handle another block of a cache file that this process has hashed."""
+        """Called after each block of a cache file that this process has hashed."""
 
     def ends(self) -> None:
-        """Handle the end of an `open_numbers` call, successful or not."""
+        """Called at the end of each `open_numbers` call, successful or not."""
 
 
 def key_digest(key: str) -> str:
@@ -58,8 +58,8 @@ def open_numbers(
         path: path of the cache file.
         key: text that contains everything that decides the numbers.
         build: function that returns the arrays to write one after another, or None if it wrote the file itself (`seal`).
-        count: expected length; None accepts any.
-        lock: name of the lock file held while building; `build` may call `open_numbers` with another lock.
+        count: expected number of int64 values; None accepts any.
+        lock: name of the lock file held while building; `build` may itself call `open_numbers`, but with another lock.
         progress: observer for building, waiting and hashing.
 
     Raises:
@@ -98,7 +98,9 @@ def open_numbers(
 
 
 def seal(building: Path, path: Path, key: str, progress: Progress) -> None:
-    """Turn `building` into the cache file at `path`: its numbers follow HEAD_BYTES of space, where the head is written.
+    """Turn the file `building` into the cache file at `path`.
+
+    `building` holds HEAD_BYTES of free space, then the numbers; the magic and the hash are written into that space.
 
     Raises:
         OSError: the file cannot be written.

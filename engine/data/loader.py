@@ -4,10 +4,11 @@
 
     tokens  t_0 t_1 ... t_{s-1}       labels  t_1 t_2 ... t_s       from a sample's s + 1 tokens
     ahead   t_2 t_3 ... t_s 0, and so on, one row per multi-token prediction layer
-    positions   0 .. s - 1, or from 0 in every document; documents only with `data.attention: within`
+    positions   0 .. s - 1, or from 0 in every document
 
-Every pipeline rank reads its samples from the mmap itself, since every stage needs the positions; nothing is broadcast. One thread
-and a queue in step order make the result independent of timing.
+With `data.attention: within`, a microbatch also has the documents that limit attention. Every stage needs the positions, so every
+pipeline rank reads its samples from the mmap itself; nothing is broadcast. One thread and a queue in step order make the result
+independent of timing.
 """
 
 from collections import deque
@@ -46,15 +47,18 @@ class MicroBatch:
     documents: Documents | None = None
     """Documents that limit attention; None: each token attends to every earlier token in its row."""
     part: SequencePart | None = None
-    """This rank's part of each row if context parallelism cuts rows. Then s above is s/cp, but `documents` covers whole rows."""
+    """This rank's part of each row, if context parallelism cuts rows. Tensors then have s/cp columns, but not `documents`."""
     ahead: torch.Tensor | None = None
     """int64 [D, b, s]: the tokens 1 .. D places after the labels, 0 past the row's end; None: nothing predicts them."""
     mask_ahead: torch.Tensor | None = None
-    """bool [D, b, s]: True where such a token is predicted."""
+    """bool [D, b, s]: True where a token in `ahead` is predicted and counted; None: `ahead` is None."""
     num_ahead: tuple[int, ...] = ()
     """Number of tokens predicted at each distance 1 .. D."""
     rank_work: tuple[int, ...] | None = None
-    """Keys seen by each context-parallel rank's queries, over all layers; None: rows are not cut, or each is one document."""
+    """For each context-parallel rank: the number of keys that its queries see, summed over queries and layers.
+
+    None if rows are not cut or each row is one document.
+    """
 
 
 def count_labels(microbatches: Sequence[MicroBatch]) -> list[float]:
@@ -70,10 +74,10 @@ class Batches:
         global_batch_size, micro_batch_size, dp, dp_rank: batch sizes in samples and dp coordinates; see `engine/data/sampler.py`.
         consumed_samples: samples consumed by earlier steps.
         device: device for the tensors that `next_step` returns.
-        skipped: sample ids to leave out.
+        skipped: ranges of sample ids to leave out.
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
-        attention, positions: `data.attention` and `data.positions`.
-        num_ahead: D, tokens after the next one that each position predicts (`model.mtp.num_layers`).
+        attention, positions: values of the settings `data.attention` and `data.positions`.
+        num_ahead: D, number of tokens beyond the next one that each position predicts (`model.mtp.num_layers`).
         weigh: function (tokens, labels, mask) -> label weights [b, s] (`triaxis.engine.config.extension.LossPart`).
         cut: function that takes this rank's part of a microbatch (`triaxis.engine.context_parallel.cut`); None: ranks hold whole
             rows.

@@ -1,12 +1,14 @@
 """A large epoch's order, built piece by piece inside its file, so that a kill loses at most one piece.
 
-    numbers of a block (random bits | index)  -- sorted -->  FILE.runs    each block by itself
-    slices of all blocks by value             -- sorted -->  their place  the same order as one sort over all numbers
-    lengths along the order                   -- added  -->  offsets
-    every piece written: FILE.building, on the disk; then FILE.done counts it
+Each line shows the input of a kind of piece, the operation, and where the result goes:
 
-Sorting distinct numbers has a single result, so the pieces have the same bits as `triaxis.engine.data.shuffle.permutation`. At the
-end, `FILE.building` gets a cache file's head and name (`engine/data/index_cache.py`).
+    a block of numbers (random bits | index)      -- sort -->       FILE.runs, one sorted run per block
+    a range of values, collected from all runs    -- sort -->       its place in FILE.building, as one sort over all would give
+    a block of document lengths, in that order    -- add up -->     token offsets in FILE.building
+
+After each piece, the files are synced to the disk, and then the journal FILE.done counts the piece. All numbers differ, so there
+is only one sorted order: the result has the same bits as `triaxis.engine.data.shuffle.permutation`. At the end, FILE.building gets
+a cache file's head and name (`engine/data/index_cache.py`).
 """
 
 import json
@@ -39,7 +41,7 @@ def done_path(path: Path) -> Path:
 def fill_epoch(
     path: Path, key: str, seed: int, epoch: int, document_lengths: Int64s, num_samples: int, progress: Progress
 ) -> None:
-    """Write the cache file with an epoch's three arrays, continuing from pieces that an earlier start has left.
+    """Write the cache file with an epoch's three arrays, continuing after the pieces that a killed process finished.
 
     Args:
         path: path for the cache file.
@@ -102,7 +104,7 @@ def _num_done(path: Path, name: str, sizes: dict[Path, int]) -> int:
 
 
 def _reserved(path: Path, size: int) -> BinaryIO:
-    """Open a file with its `size` bytes allocated: without that, writing a page to a full disk would raise SIGBUS."""
+    """Open a file and allocate its `size` bytes; otherwise, writing to its mmap on a full disk would raise SIGBUS."""
     file = path.open("r+b" if path.exists() else "w+b")
     try:
         file.truncate(size)
@@ -152,7 +154,7 @@ def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
 
 
 def _adding(order: Int64s, offsets: Int64s, lengths: Int64s) -> _Steps:
-    """Yield the steps that accumulate the lengths in this order, starting from 0."""
+    """Yield the steps that fill `offsets` with the running sum, from 0, of the document lengths in this order."""
 
     def add(start: int, stop: int) -> None:
         if start == 0:

@@ -5,10 +5,11 @@
     cut by 6                    |- - - - - - -|- - - - - -            in an order of its own; fewer than 6 tokens are left over
 
 Samples come in random order, so a run that has read n samples has read scattered windows of the epoch. The unread windows form a
-new stream in epoch order, and adjacent windows form one piece. A document begins where two pieces meet. Its first token is not a
-label, since an earlier sample predicted it. So each label in the epoch is predicted once, except those left over at the end.
+new stream in epoch order, and adjacent windows form one piece. Where two pieces meet, a new document begins. A piece's first token
+is not a label, since a sample that was read has already predicted it. So each label in the epoch is predicted once, except those
+left over at the end.
 
-A remainder may be cut again. It follows from the number of samples read, so no checkpoint stores it.
+A remainder may be cut again. It is computed from the number of samples read, so no checkpoint stores it.
 """
 
 import json
@@ -26,8 +27,8 @@ class Cut(Protocol):
     """An epoch's tokens cut into samples: the whole epoch or a remainder.
 
     Attributes:
-        starts: each piece's first token in the epoch's stream, int64 [R].
-        offsets: each piece's start after concatenation, then the total length, int64 [R + 1].
+        starts: position of each piece's first token in the epoch's stream, int64 [R] for R pieces.
+        offsets: each piece's start after the pieces are concatenated, then the total length, int64 [R + 1], in tokens.
         seq_length: labels per sample.
         order: samples in training order, int64 [n].
         history: (seq_length, samples read) for each earlier cut.
@@ -66,8 +67,8 @@ class Remainder:
     Args:
         stream: corpus stream with the new sample length.
         epoch: epoch number, from 0.
-        before: previous cut, whose samples were read.
-        read: number of its samples that were read, in its order.
+        before: previous cut, some of whose samples were read.
+        read: number of samples read from `before`, the first ones in its training order.
 
     Raises:
         DataError: the cache folder cannot be read or written.
@@ -97,13 +98,13 @@ class Remainder:
 
     @property
     def left_over(self) -> int:
-        """Number of labels at the end that no sample contains, fewer than one sample has."""
+        """Number of labels at the remainder's end that no sample contains; always below `seq_length`."""
         end = len(self) * self.seq_length
         joins = int(np.count_nonzero(self.offsets[1:-1] > end))
         return int(self.offsets[-1]) - 1 - end - joins
 
     def recut(self, stream: SampleStream, read: int) -> "Remainder":
-        """Cut what is left after `read` samples into samples with the length of `stream`."""
+        """Cut the tokens left after this remainder's first `read` samples into samples with the length of `stream`."""
         if read == 0:
             return Remainder(stream, self._epoch, self._before, self._read)
         return Remainder(stream, self._epoch, self, read)
@@ -116,7 +117,7 @@ class Remainder:
         return np.array([len(starts)]), starts, lengths, order
 
     def read(self, sample_id: int) -> Sample:
-        """Read a sample; a piece's first token is not a label."""
+        """Read a sample; the loss mask leaves out the first token of a piece, which is not a label."""
         pieces = self.pieces(sample_id)
         joins = np.cumsum([sum(part.length for part in piece) for piece in pieces[:-1]], dtype=np.int64)
         return self._stream.read([part for piece in pieces for part in piece], sample_id, joins.tolist())
@@ -136,12 +137,12 @@ class Remainder:
 
 
 def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the pieces covered by a cut's samples after the first `read` ones.
+    """Find the pieces that a cut's samples cover, without the first `read` samples in training order.
 
     A piece ends with the last label in its last sample.
 
     Returns:
-        Each piece's first token in the epoch and its length in tokens, int64 [R] each, in epoch order.
+        Position of each piece's first token in the epoch, and each piece's length in tokens, int64 [R] each, in epoch order.
     """
     windows = np.sort(cut.order[read:])
     is_first = np.diff(windows, prepend=-2) != 1
@@ -164,7 +165,7 @@ class ContinuedStream:
     Args:
         stream: stream for the whole epochs.
         first: id within `stream` of the sample that follows the remainder.
-        remainder: remainder of the epoch before `first`, begun with another sample length; None if nothing is left.
+        remainder: rest of the epoch before `first`, which was begun with another sample length; None if nothing is left of it.
         read: samples already read from the remainder.
     """
 
@@ -177,7 +178,7 @@ class ContinuedStream:
         """Continue after the first `count` samples, with the same or another sample length.
 
         Raises:
-            DataError: the corpus has too few tokens for one such sample, or the index cache cannot be written.
+            DataError: the corpus has too few tokens for one sample with `seq_length` labels, or the index cache cannot be written.
         """
         stream = self.stream if seq_length == self.stream.seq_length else self.stream.recut(seq_length)
         if count < self._left:

@@ -20,11 +20,11 @@ from triaxis.engine.errors import DataError
 
 
 def with_tokenizer(config: Config) -> tuple[Config, str | None]:
-    """Fill in the tokenizer's name in the configuration; also return a note if the tokenizer is only assumed.
+    """Fill in the tokenizer's name in the configuration; also return a note if no record names it and bytes are assumed.
 
     Raises:
-        DataError: a corpus was encoded by another tokenizer, the recorded one is not found, or the model has too few tokens for
-            the assumed bytes.
+        DataError: a corpus was encoded by another tokenizer, the recorded tokenizer is not found, or bytes are assumed and the
+            model's vocabulary is too small for them.
     """
     prefixes = corpora_of(config)
     if not prefixes:
@@ -41,7 +41,7 @@ def with_tokenizer(config: Config) -> tuple[Config, str | None]:
 
 
 def recorded_end(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the id that ends documents in a run's corpora: from the first record that has one, else the tokenizer's own."""
+    """Return the id that ends documents in a run's corpora, from the first record with such an id, else from the tokenizer."""
     records = (read_record(prefix) for prefix in corpora_of(config))
     return next((each.eod_id for each in records if each is not None and each.append_eod), tokenizer.eod_id)
 
@@ -54,7 +54,7 @@ def corpora_of(config: Config) -> list[str]:
 
 
 def _assumed(config: Config, prefixes: Sequence[str]) -> str:
-    """Write the note that bytes are assumed; DataError if the model's vocabulary is smaller than that of bytes."""
+    """Build the note that bytes are assumed; DataError if the model's vocabulary is smaller than BYTES_VOCABULARY."""
     why = f"{', '.join(prefixes)}: no record names the tokenizer (`triaxis prepare` writes PREFIX.json), so bytes are assumed"
     if config.model.vocab_size < BYTES_VOCABULARY and all(idx_path(prefix).is_file() for prefix in prefixes):
         raise DataError(

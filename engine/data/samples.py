@@ -6,9 +6,9 @@
 
     sample id i  ->  epoch i // n, place i % n, k = sample_order[place],    n = (T - 1) // s samples per epoch
 
-Documents follow each other without padding, separated by the end-of-document token. The last tokens in an epoch, fewer than s, go
-unused there; the next epoch has a different order. The stream is endless, and sample i does not depend on the run length. A
-sample carries its document lengths, taken from the corpus index; an end-of-document token inside a text ends nothing.
+Documents follow each other without padding, separated by the end-of-document token. An epoch's last tokens, fewer than s, go
+unused in that epoch; the next epoch has a different order. The stream is endless, and sample i does not depend on the run length.
+A sample's document lengths come from the corpus index, so an end-of-document token inside a text does not end a document.
 """
 
 import threading
@@ -56,8 +56,8 @@ def input_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
 def mask_ahead(sample: Sample, distance: int, *, within_documents: bool) -> NDArray[np.bool_]:
     """Compute the mask for predicting the token `distance` places after the next one, bool [s].
 
-    A position counts if the loss counts every label up to that token. With `within_documents`, that token must also belong to the
-    input's document.
+    A position counts if the loss counts every label up to the predicted token. With `within_documents`, the predicted token must
+    also belong to the document of the position's input token.
     """
     mask = np.zeros_like(sample.loss_mask)
     length = len(mask) - distance
@@ -70,7 +70,7 @@ def mask_ahead(sample: Sample, distance: int, *, within_documents: bool) -> NDAr
 
 
 class SampleSource(Protocol):
-    """A deterministic source that has sample i for every i >= 0."""
+    """A deterministic source of samples: sample i exists for every i >= 0 and is always the same."""
 
     def __getitem__(self, sample_id: int) -> Sample: ...
     def lengths(self, sample_id: int) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class SampleStream:
 
     Args:
         corpus: indexed tokens.
-        documents: document numbers in this split, a range with step 1.
+        documents: numbers of the documents to use, a range with step 1.
         seq_length: s, labels per sample.
         seed: random seed; seed and epoch decide the orders of documents and samples.
         cache_dir: folder for cached epoch orders.
@@ -201,9 +201,9 @@ class SampleStream:
     def _open_ahead(self, sample_id: int) -> None:
         """Start opening the next epoch in a thread, if this sample is late in its epoch and the build would cause a pause.
 
-        The thread reports no progress, so a watchdog on this rank sees only the rank's own work. Its priority is not lowered: a
-        thread that holds Python's lock but gets no core would stop the other threads. If it fails, or is not done when the epoch
-        ends, `epoch` builds the order itself, waits for it or raises.
+        The thread reports no progress, so a watchdog on this rank sees only the rank's own work. The thread's priority is not
+        lowered: a thread that holds Python's lock but gets no core would stop the other threads. If the thread fails, or is not
+        done when the epoch ends, `epoch` builds the order itself, waits for it or raises.
         """
         epoch, place = divmod(sample_id, self.samples_per_epoch)
         is_long = 2 * len(self.documents) + self.samples_per_epoch > order_pieces.PIECE

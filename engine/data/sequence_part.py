@@ -3,7 +3,8 @@
     row of s tokens      0 ............................................ s
     runs of this rank         |-- run --|              |-- run --|              s/c tokens in all
 
-A rank's local tensors hold its runs' tokens, in order. `engine/context_parallel/` deals out the runs and gathers the cut tensors.
+A run is a range of consecutive positions, and c is the number of context-parallel ranks. A rank's local tensors hold its runs'
+tokens, in order. `engine/context_parallel/` assigns runs to ranks and gathers the cut tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,18 +23,18 @@ Rows = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStretch:
-    """A run in one row, or the same run in all rows, with the keys that it attends to.
+    """A run in one row, or the same run in all rows, with the keys that its queries attend to.
 
-    The keys reach from the start of the run's first document to the run's end. Within a document, the queries align with the last
-    keys.
+    The keys reach from the start of the run's first document to the run's end. Within a document, the last query and the last key
+    are the same position.
 
     Attributes:
-        row: row number; None stands for all rows, each with one document.
-        queries: local tokens [start, stop).
-        keys: positions [start, stop) within the row.
-        boundaries: int32 document boundaries among the queries and among the keys (`cu_seqlens` in varlen kernels); None if there
-            is one document.
-        longest: longest document's length in tokens, among the queries and among the keys.
+        row: index of the row; None: all rows, each of which is one document.
+        queries: range [start, stop) of the run in the rank's local tokens.
+        keys: range [start, stop) of the keys' positions within the row.
+        boundaries: int32 document boundaries among the queries, then among the keys (`cu_seqlens` for varlen kernels); None if
+            `row` is None.
+        longest: largest number of queries in one document, then largest number of keys.
     """
 
     row: int | None
@@ -82,8 +83,8 @@ class SequencePart:
         """Build the part that rank `index` holds, on the CPU.
 
         Args:
-            runs: runs for each row and rank.
-            index: this rank's number in the context-parallel group.
+            runs: runs[row][rank] lists the rank's runs in the row.
+            index: this rank's index in the context-parallel group.
             rows: document lengths, row by row.
         """
         b = len(runs)

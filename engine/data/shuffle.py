@@ -2,8 +2,8 @@
 
     key ("documents", seed, epoch) --sha256--> 128-bit Philox key --> high bits | index --> sorted --> indices
 
-numpy guarantees its bit generators' raw bits across versions, but not `Generator.permutation` or `integers`: with those, a run
-resumed under another numpy version would see its data in another order. So only raw bits are used.
+numpy guarantees its bit generators' raw bits across versions, but not the results of `Generator.permutation` or `integers`. With
+these methods, a run resumed under another numpy version would see its data in another order. So only raw bits are used.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 PER_COUNT = 4
 """Numbers that Philox generates per counter value."""
 DRAWN_AT_ONCE = 2**20
-"""Numbers drawn per call, a few milliseconds: numpy holds Python's lock, and an order may be built while a run trains."""
+"""Numbers drawn per call, a few milliseconds; numpy holds Python's lock meanwhile, so a larger call would delay training."""
 
 
 def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64]:

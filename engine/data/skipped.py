@@ -20,7 +20,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class SkippedRanges:
-    """Skipped sample ids.
+    """The ranges of sample ids that a run skips.
 
     Attributes:
         ranges: (first id, id after the last) pairs, ascending; no range is empty or touches another.
@@ -66,11 +66,11 @@ class SkippedRanges:
         return [self.id_at(place) for place in range(position, position + count)]
 
     def span(self, position: int, count: int) -> tuple[int, int]:
-        """Return the id range [first, end) to add in order to skip `count` samples from `position` on."""
+        """Return the id range [first, end) that, added to the skipped ranges, skips `count` samples from `position` on."""
         return self.id_at(position), self.id_at(position + count - 1) + 1
 
     def keeps_past_of(self, earlier: "SkippedRanges", consumed_samples: int) -> bool:
-        """Whether the first `consumed_samples` samples are the same as under `earlier`."""
+        """Whether these ranges contain `earlier` and leave the run's first `consumed_samples` samples unchanged; True for 0."""
         if consumed_samples == 0:
             return True
         # Ids ascend strictly, and this one skips at least as much: if the last ids are equal, so are all earlier ones.

@@ -3,8 +3,8 @@
     documents   0 ............................. 97 | 98 99 |        split 98, 2, 0 of 100 documents
                              train                  valid   test: none
 
-The parts are contiguous ranges in file order, with bounds rounded to the nearest document as in Megatron. So the same split holds
-back the same documents from the same file.
+The parts are contiguous ranges in file order, with bounds rounded to the nearest document as in Megatron. So the same `data.split`
+always holds back the same documents of a file.
 """
 
 from collections.abc import Sequence

@@ -59,6 +59,6 @@ class SyntheticDataset:
         return tuple(np.diff(ends, prepend=0, append=self.seq_length + 1).tolist())
 
     def _draws(self, purpose: str, sample_id: int) -> NDArray[np.float64]:
-        """Draw uniform numbers in [0, 1), float64 [seq_length], each from a draw's top 53 bits."""
+        """Draw uniform numbers in [0, 1), float64 [seq_length], each from the top 53 bits of a 64-bit draw."""
         bits = random_bits(self.seq_length, purpose, self.seed, sample_id) >> np.uint64(11)
         return bits.astype(np.float64) * 2.0**-53

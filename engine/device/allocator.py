@@ -16,8 +16,8 @@ def set_up_allocator(
 ) -> None:
     """Let CUDA segments grow, unless the user's environment configures the allocator.
 
-    Call it before the first tensor is created. An environment variable would not work: torch reads those during import, which has
-    already happened when torchrun starts a rank. Also, torch 2.9 ignores the newer name for this option.
+    Call it before the first tensor is created. Setting an environment variable instead would not work: torch reads the variables
+    during its import, before this function runs. Also, torch 2.9 ignores the newest variable name for this option.
 
     Args:
         config: the run's runtime section.

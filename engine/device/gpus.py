@@ -1,9 +1,11 @@
-"""The GPUs that torch can use on this node, and what follows: CPU or CUDA, gloo or NCCL (torch imported only with a GPU).
+"""The GPUs that torch can use on this node, and the choices that follow: CPU or CUDA, gloo or NCCL.
 
     launcher     find_gpus -> device_type -> backend_of     handed on to its ranks in TRIAXIS_DEVICE and TRIAXIS_BACKEND
-    a rank       takes these two (`triaxis.engine.comm.placement`), or decides alike under srun and a torchrun started by hand
+    a rank       reads these two variables (`triaxis.engine.comm.placement`); if srun or a hand-typed torchrun started it, it
+                 decides by the same functions
 
-A GPU that torch cannot use is an error unless the user asked for the CPU: no run falls back to the CPU silently.
+A GPU that torch cannot use is an error unless the user asked for the CPU: no run falls back to the CPU silently. torch is imported
+only if NVIDIA's driver shows a GPU, or if the caller asks for it.
 """
 
 import shlex
@@ -29,8 +31,8 @@ class Gpus:
 
     Attributes:
         count: number of GPUs that torch can use.
-        note: reason why torch uses none although some exist and nothing is wrong.
-        problem: reason why torch cannot use existing GPUs; an error unless the user asked for the CPU.
+        note: reason why torch uses no GPU although the node has some and nothing is wrong; else "".
+        problem: reason why torch cannot use the node's GPUs, an error unless the user asked for the CPU; else "".
     """
 
     count: int
@@ -67,7 +69,7 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
     Args:
         driver: this node's driver.
         torch_version: version of the running torch.
-        cuda: its CUDA version; None for a CPU build.
+        cuda: CUDA version that torch was built for; None for a CPU build.
         reason: torch's own warning, if any.
     """
     if cuda is None:

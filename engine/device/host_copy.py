@@ -1,8 +1,9 @@
 """Small copies between host and device that make neither wait.
 
 A GPU works through what the host has posted. If the host reads a number back (`item`, `tolist`, `float`) or copies from pageable
-memory, it waits until the GPU has caught up. Then the GPU idles until the host has posted more. A step does neither: numbers for
-the host are copied into pinned memory (`HostCopy`), queued after the work that computes them, and read one step later.
+memory, it waits until the GPU has caught up. Then the GPU idles until the host has posted more. So a step avoids both. Numbers for
+the host are copied into pinned memory (`HostCopy`); the copy is queued after the work that computes them, and the host reads them
+one step later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,11 +26,11 @@ class ToHost(Protocol):
         ...
 
     def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Post the copies (destination, source); return a mark for their end."""
+        """Post the copies (destination, source); return a mark that `finish` takes to wait for them."""
         ...
 
     def finish(self, mark: Any) -> None:
-        """Make the host wait for the copies posted before the mark."""
+        """Make the host wait for the copies of the `post` that returned `mark`."""
         ...
 
 
@@ -37,7 +38,7 @@ class FromCuda:
     """Copies from a GPU into pinned memory on its current stream.
 
     Args:
-        cuda: module that makes events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
+        cuda: module with CUDA events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
     """
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
@@ -62,7 +63,7 @@ class HostCopy:
     """A vector on its way to the host.
 
     Args:
-        vector: 1-D, not changed afterwards.
+        vector: 1-D tensor, which nobody may change afterwards.
         to_host: copier for the vector; None: the device's default, and a CPU vector is not copied.
     """
 

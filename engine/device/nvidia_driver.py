@@ -3,7 +3,7 @@
 `launch/start/bootstrap.py` reads it before anything is installed; ranks read it to explain why torch finds no GPU.
 
     libnvidia-ml.so.1             version and number of GPUs, as `nvidia-smi` prints them
-    where that cannot answer:     /proc/driver/nvidia/version, and the device files /dev/nvidia0, /dev/nvidia1, ...
+    if that library fails         /proc/driver/nvidia/version, and the device files /dev/nvidia0, /dev/nvidia1, ...
 """
 
 import ctypes
@@ -16,7 +16,7 @@ NVML = "libnvidia-ml.so.1"
 """NVIDIA's management library; it comes with the driver."""
 
 FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""First driver branch that runs every build for a CUDA major version.
+"""Oldest driver branch that runs every build for a CUDA major version, by that major version.
 
 Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1.
 """
@@ -62,7 +62,7 @@ def read_driver(library: str = NVML, root: Path = Path("/")) -> Driver:
 
     Args:
         library: name or path of NVML.
-        root: folder with `dev` and `proc`.
+        root: folder that holds `dev` and `proc`; tests pass another one.
     """
     return _ask_nvml(library) or _read_files(root)
 

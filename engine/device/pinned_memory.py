@@ -7,11 +7,12 @@ then its pages are locked in place (cudaHostRegister):
     PinnedBuffer   one mapping, cut into vectors; a checkpoint's copy of the state
     PinnedPool     vectors, kept by length and dtype and reused; offloaded activations, staged messages
 
-On a CPU the same memory stays pageable: the `PageLock` is the only step that depends on the device. torch's allocator reuses its
-own memory only after running copies end. It does not manage this memory, so users return it when it is free.
+On a CPU the same memory stays pageable: the `PageLock` is the only step that depends on the device. torch's own pinned allocator
+reuses memory only after running copies have ended, but it does not manage the memory here. So callers of `PinnedPool.give` return a
+vector when it is free, or with the events after which it is free.
 
-Pages stay locked until `close` or the end of the process, even if a buffer is collected earlier. Unlocking waits for the device.
-After a failure the device may wait for a dead peer, and the rank would never end.
+Pages stay locked until `close` or the end of the process. Garbage collection does not unlock them, because unlocking waits for the
+device. After a failure the device may wait for a dead peer, and the rank would never end.
 """
 
 import atexit
@@ -28,7 +29,7 @@ import torch
 from triaxis.engine.errors import OutOfMemoryError
 
 PAGE_BYTES = 4096
-"""The smallest page on today's processors; with larger ones only the rounding differs."""
+"""Bytes in the smallest page on today's processors; with larger pages only the rounding differs."""
 
 HUGE_PAGE_BYTES = 2 * 2**20
 """Bytes in a huge page; on systems with another size, buffers are still aligned, but some pages stay small."""
@@ -45,7 +46,7 @@ class Purpose(NamedTuple):
 
     Attributes:
         name: what the memory is used for.
-        instead: what to do instead.
+        instead: another remedy than more memory; completes "Give the ranks of this node more host memory, or".
     """
 
     name: str
@@ -69,7 +70,7 @@ class PageLock(Protocol):
 
 
 class Pageable:
-    """The page lock for a CPU: it locks nothing, since the host makes its copies itself."""
+    """The page lock for a CPU: it locks nothing, since no device copies from or to the pages."""
 
     def lock(self, memory: torch.Tensor) -> None:
         pass
@@ -124,7 +125,7 @@ class CudaPageLock:
     def lock(self, memory: torch.Tensor) -> None:
         """Lock the pages, and keep them mapped until `unlock` or the end of the process.
 
-        If they were unmapped earlier, other memory would get their addresses, and the device would copy to the old pages.
+        If locked pages were unmapped, other memory could get their addresses, but the device would still copy to the old pages.
         """
         address = memory.data_ptr()
         code = self._runtime.register(address, memory.nbytes)
@@ -134,7 +135,7 @@ class CudaPageLock:
         atexit.register(self._keepers[address])
 
     def unlock(self, memory: torch.Tensor) -> None:
-        """Unlock the pages after all of the device's copies: a running one would write to freed memory."""
+        """Wait until the device has finished all copies, then unlock the pages: a running copy would write to freed memory."""
         address = memory.data_ptr()
         self._runtime.synchronize()
         code = self._runtime.unregister(address)
@@ -154,9 +155,9 @@ def page_lock_of(device: torch.device) -> PageLock:
 def aligned_buffer(num_bytes: int) -> torch.Tensor:
     """Map private host memory: uint8, at least `num_bytes` long, in whole 4 KiB pages.
 
-    The buffer is aligned to a page, and to a huge page if it is that long. Disk requests are then as long as the disk takes: 4 MiB
-    instead of 0.6 MiB in scattered 4 KiB pages. On one machine this gave 1.7 instead of 1.0 GB/s. The mapping is private, because
-    shared anonymous memory is huge only if an administrator allows it.
+    The buffer is aligned to a page, or to a huge page if it is at least that long. From huge pages, disk requests are as long as
+    the disk accepts: 4 MiB, against 0.6 MiB from scattered 4 KiB pages. On one machine this gave 1.7 instead of 1.0 GB/s. The
+    mapping is private, because shared anonymous memory has huge pages only if an administrator allows it.
 
     Raises:
         OSError: the system has no such memory.
@@ -178,12 +179,13 @@ class PinnedBuffer:
     """One mapping of host memory, page-locked, cut into vectors.
 
     Args:
-        sizes: sizes of the vectors.
+        sizes: number of elements and dtype of each vector.
         page_lock: lock for the device that copies.
-        purpose: words for the error.
+        purpose: words for the error if there is no memory.
 
     Attributes:
-        vectors: 1-D, in the order of `sizes`, aligned to `VECTOR_ALIGNMENT` bytes; touched, with undefined contents.
+        vectors: 1-D tensors in the order of `sizes`, aligned to `VECTOR_ALIGNMENT` bytes. Their pages exist; their contents are
+            undefined.
         num_bytes: number of locked bytes.
 
     Raises:
@@ -226,7 +228,7 @@ class PinnedPool:
 
     Args:
         page_lock: lock for the device that copies.
-        purpose: words for the error.
+        purpose: words for the error if there is no memory.
     """
 
     def __init__(self, page_lock: PageLock, purpose: Purpose) -> None:
@@ -270,7 +272,7 @@ class PinnedPool:
 
     @property
     def num_free(self) -> int:
-        """Number of vectors in the pool."""
+        """Number of vectors that were returned with `give` and not taken again."""
         return sum(len(vectors) for vectors in self._free.values())
 
     def close(self) -> None:

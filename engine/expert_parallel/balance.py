@@ -2,9 +2,9 @@
 
     a layer's forward      adds its tokens' choices to counts [layers with experts, E], and counts rows that overflow the buffer;
     once a step            all-reduces the counts over the world; then each router's bias moves (2408.15664):
-                           bias += rate x sign(mean load - load), unless the step is skipped.
+                           bias += rate x sign(mean load - expert's load), unless the step is skipped.
 
-Tokens are sharded over dp, cp and tp, and layers over pp, so exactly one rank counts each choice.
+E is the number of experts. Tokens are sharded over dp, cp and tp, and layers over pp, so exactly one rank counts each choice.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Balanced:
     """Router whose bias follows the load.
 
     Attributes:
-        row: the layer's row in the counts.
+        row: index of the layer's row in the counts.
         bias: float [E], replicated on every rank in the stage.
     """
 
@@ -39,7 +39,7 @@ class ExpertLoad:
     Args:
         layers: indices of the model's layers with experts, on all stages.
         num_experts: number of experts E.
-        rate: bias change per step; 0 leaves biases alone.
+        rate: bias change per step; 0 leaves biases unchanged.
         device: device for the counts.
 
     Attributes:
@@ -75,7 +75,7 @@ class ExpertLoad:
 
     @property
     def counts(self) -> torch.Tensor:
-        """Choices since `begin`, int64 [layers, E]: this rank's own, or all ranks' after the in-place `post`."""
+        """Choices since `begin`, int64 [layers, E]: this rank's, or the sum over all ranks once `post` has completed."""
         return self._counts
 
     @property
@@ -88,7 +88,7 @@ class ExpertLoad:
         return world.all_reduce(self._counts, f"{EXPERTS} load")
 
     def update(self, counts: torch.Tensor, skip: torch.Tensor) -> None:
-        """Move biases by the global batch's counts [layers, E], unless `skip`, a bool on the device, is set."""
+        """Move the biases by the counts [layers, E] over the global batch, unless `skip`, a bool on the device, is true."""
         if not self._rate:
             return
         for router in self._routers.values():

@@ -3,7 +3,8 @@
     x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] for this rank's experts, ordered by expert;
     row outputs [R, h]                    --combine-->   y [T, h], summed over each token's experts.
 
-There are three forms, and none drops a token. A set of experts is shared by n = ep x etp ranks.
+T is the number of tokens on this rank, h the hidden size, k the number of experts per token, R the number of rows. A set of experts
+is shared by n = ep x etp ranks. There are three forms of dispatch, and none drops a token.
 
     GatherDispatch       every rank all-gathers all n T tokens and picks the rows of its experts; outputs are reduce-scattered.
                          The buffer has a fixed row count, so the host reads no counts. Rows that overflow it are counted,
@@ -13,12 +14,13 @@ There are three forms, and none drops a token. A set of experts is shared by n =
 
 With etp > 1 each expert is sharded over etp ranks: all get the same rows, and their outputs are partial sums.
 
-Dispatch's backward uses combine's communication, and vice versa.
+Dispatch's backward uses combine's communication, and vice versa. Two index tensors describe the rows:
 
     slots    each row's slot (a token has k slots), by which rows are gathered from tokens;
     places   each slot's row, by which a token's rows are gathered and added.
 
-Both directions gather, so no two threads add to one number. A sum has the same order on every device: by slot, then by etp.
+With these indices both directions gather, so no two threads add to one number. A sum has the same order on every device: by slot,
+then by etp.
 """
 
 import itertools
@@ -79,7 +81,7 @@ class ExpertGroup:
         moe: the model's expert configuration.
         fusion: wrapper that compiles the sums over a token's rows.
         on_overflow: callback for the number of overflowing rows, an int64 scalar on the device.
-        on_kept: callback for each index tensor held for a backward.
+        on_kept: callback for each index tensor that is kept for a backward.
     """
 
     axis: Axis
@@ -101,7 +103,7 @@ class ExpertGroup:
                 self.on_kept(each)
 
     def local_numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        """Map expert numbers to local numbers 0 .. num_local - 1; other ranks' experts become `num_local`."""
+        """Map experts' indices to indices on this rank, 0 .. num_local - 1; other ranks' experts become `num_local`."""
         local = experts - self.place.ep_index * self.num_local
         return local.where((local >= 0) & (local < self.num_local), self.num_local)
 
@@ -119,18 +121,18 @@ class KnownRows:
     from_members: Sequence[Sequence[int]]
 
     def ends(self, most: int) -> list[int]:
-        """Compute the end of each local expert's rows in a buffer with `most` rows."""
+        """Compute the end of each local expert's rows in a buffer with `most` rows; rows beyond it overflow."""
         of_expert = (sum(counts) for counts in zip(*self.from_members, strict=True))
         return [min(end, most) for end in itertools.accumulate(of_expert)]
 
 
 def sum_rows(rows: torch.Tensor, places: torch.Tensor, fusion: Fusion, *, has_gaps: bool = False) -> torch.Tensor:
-    """Sum m rows out of [R, h] for each of N tokens, in the order that `places` lists them: [N, h] in the rows' dtype.
+    """Sum m of the rows [R, h] for each of N tokens, in the order in which `places` lists them: [N, h] in the rows' dtype.
 
     The sum is taken in the accumulation dtype.
 
     Args:
-        places: row numbers int64 [N, m]; with `has_gaps`, R stands for no row.
+        places: row indices int64 [N, m]; with `has_gaps`, the index R means no row.
     """
     return fusion(_sum_rows, lengths="rows")(rows, places, has_gaps)
 
@@ -207,14 +209,18 @@ class _Picked:
 
 
 class GatherDispatch:
-    """Dispatch by all-gather and reduce-scatter; with `known` counts, a footprint reads no `ends`."""
+    """Dispatch by all-gather and reduce-scatter.
+
+    Attributes:
+        known: row counts for a footprint, from which the host knows `ends` without a read; None in a run.
+    """
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
         self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Post the all-gather for the choice."""
+        """Post the all-gather of the choice `experts`, int64 [T, k]; return the function that dispatches (see `Dispatch`)."""
         group, (num_tokens, _) = self._group, experts.shape
         gathered = group.axis.all_gather(experts, f"{EXPERTS} choice")
         num_rows = buffer_rows(group.moe, num_tokens, group.place.ep, group.place.etp)
@@ -280,7 +286,7 @@ class ReplicatedDispatch:
         self._group = group
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Pick the rows for this rank's experts; nothing is posted."""
+        """Pick the rows for this rank's experts; no collective is posted. Return the function that dispatches."""
         group, (num_tokens, k) = self._group, experts.shape
         picked = _Picked.of(group, experts, num_tokens * min(k, group.num_local))
 
@@ -351,14 +357,18 @@ class _Exchange:
 
 
 class ExchangeDispatch:
-    """Dispatch by all-to-all; `known` counts replace those that the host would read."""
+    """Dispatch by all-to-all.
+
+    Attributes:
+        known: row counts for a footprint, which replace those that the host would read; None in a run.
+    """
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
         self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Post the exchange of row counts."""
+        """Post the exchange of row counts; return the function that dispatches tokens (see `Dispatch`)."""
         group = self._group
         place, num_local = group.place, group.num_local
         counts = count_values(experts, group.moe.num_experts)
@@ -387,7 +397,7 @@ class ExchangeDispatch:
     def _plan(self, experts: torch.Tensor, known: KnownRows, from_members: torch.Tensor) -> _Exchange:
         """Plan the row order; `from_members` [n, E / ep] holds the received counts on the device.
 
-        Index tensors are computed there, since copying the host's counts would make the host wait again.
+        Index tensors are computed on the device too, since copying the host's counts there would make the host wait again.
         """
         group = self._group
         sent, received = ([sum(row) for row in rows] for rows in (known.to_members, known.from_members))

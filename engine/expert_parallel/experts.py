@@ -4,8 +4,8 @@
     up     inner = rows W_up[e]^T        [R, f or 2 f]
     down   out = (g act) W_down[e]^T     [R, h], where g is the row's routing weight
 
-The routing weight multiplies the second projection's input, which is narrower than the output. So the output need not be saved for
-the routing weight's gradient.
+R is the number of rows, h the hidden size, f the experts' width. The routing weight multiplies the second projection's input, which
+is narrower than the output. So the output need not be saved for the routing weight's gradient.
 
 `engine/kernels/grouped_gemm.py` has the GEMMs. No result depends on unused rows.
 """
@@ -27,7 +27,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 @dataclass(frozen=True, slots=True)
 class ExpertContext:
-    """Weight-gradient queue and kernels for a chunk's projections."""
+    """The weight-gradient queue and the kernels that a model chunk's expert projections share."""
 
     queue: WeightGradQueue
     fusion: Fusion

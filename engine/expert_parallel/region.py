@@ -23,7 +23,7 @@ class ExpertRegion:
     """Routing, dispatch and load for a rank's MoE layers.
 
     Attributes:
-        cuts_tokens: whether tensor-parallel ranks route different tokens; false in decoding, where all have the same.
+        cuts_tokens: whether tensor-parallel ranks route different tokens; false in decoding, where all have the same tokens.
     """
 
     router: Router

@@ -4,17 +4,19 @@
     choice                     the k largest s + bias, on a tie the lower expert; with groups, only within the best groups
     weights g                  the chosen experts' s; with `normalize`, divided by their sum; times `scaling`.
 
-The bias affects only the choice, so it has no gradient (2408.15664). Two losses add to the logits' gradient but not to the reported
-loss. They cover every token in the global batch, since tokens that the loss mask excludes are routed too.
+T is the number of tokens, E the number of experts. The bias affects only the choice, so it has no gradient (2408.15664). Two losses
+add to the logits' gradient but not to the reported loss. They cover every token in the global batch, since tokens that the loss
+mask excludes are routed too.
 
     z loss            z sum_tokens log(sum(exp(logits)))^2                                                 2202.08906, equation 5
     sequence loss     a sum_samples S sum_i f_i P_i, f_i = E / (k S) x tokens that i counts,               2412.19437, equations
                       P_i = 1 / S sum_tokens s_i / sum(s)                                                  17 to 20
 
-Expert i counts the tokens for which s_i is among the k largest s. Bias and groups are ignored here, since they move the choice but
-not the router's preference. With `balance.sequence_counts` = choices, i counts the tokens that chose it. S is the number of tokens
-in a sample. They are sharded over cp x tp ranks, so f is all-reduced over these; P enters linearly and needs no reduction. With
-softmax, s sums to 1, and the sequence loss is Switch's auxiliary loss (2101.03961, equation 4) per sample.
+The coefficients z and a are configured; i is an expert, and S the number of tokens in a sample. Expert i counts the tokens for
+which s_i is among the k largest s. Bias and groups are ignored here, since they move the choice but not the router's preference. If
+`balance.sequence_counts` is `choices`, i instead counts the tokens that chose it. A sample's tokens are sharded over cp x tp ranks,
+so f is all-reduced over these ranks. The loss is linear in P, so P needs no reduction. With softmax, s sums to 1, and the sequence
+loss is Switch's auxiliary loss (2101.03961, equation 4) per sample.
 
 A recomputed forward reuses the first forward's choices, since scores that differ in the last bit could choose other experts.
 """
@@ -53,7 +55,7 @@ class Router:
     Attributes:
         moe: the rule's configuration.
         seq_length: number S of tokens in a whole sample.
-        sample: axis over the ranks that share each sample's tokens.
+        sample: axis of the ranks that share each sample's tokens.
         loss_scale: 1 / nominal tokens in the global batch.
         dynamic_scale: loss scale for the backward (not 1 in fp16), a scalar on the device that each step sets.
     """
@@ -78,7 +80,7 @@ class Router:
         return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
 
     def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
-        """Build the choice from `experts` int64 [T, k]; the T tokens are [T / samples, samples], so samples vary fastest."""
+        """Build the choice from `experts` int64 [T, k]. The T tokens are flattened from [T / samples, samples]."""
         return Choice(experts, self._fractions(counted, scores, samples))
 
     def _fractions(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> torch.Tensor | None:
@@ -191,7 +193,7 @@ def _scores(logits: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _of_shares(scores: torch.Tensor, of_sample: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient for scores [T, E] from the one for their shares s / sum(s): [b, E], equal for a sample's tokens."""
+    """Compute the scores' gradient [T, E] from that of their shares s / sum(s), [b, E], which a sample's tokens have in common."""
     samples, num_experts = of_sample.shape
     total = scores.sum(-1, keepdim=True)
     grad = of_sample.expand(scores.shape[0] // samples, samples, num_experts).reshape(scores.shape)

@@ -4,11 +4,12 @@
               `vocab_parallel_cross_entropy`)
     chunked   n tokens' logits at a time, recomputed in the backward at the price of one more head GEMM
 
-With 128,256 vocabulary entries and 8,192 tokens the logits take 2.1 GB in bf16. All 32 layers of Llama-3-8B keep as much with full
-recomputation. The logits for 1,024 tokens take 263 MB.
+With 128,256 vocabulary entries and 8,192 tokens the logits take 2.1 GB in bf16. That is as much as all 32 layers of Llama-3-8B keep
+with full recomputation. The logits for 1,024 tokens take 263 MB.
 
-Both forms use the same collectives. Rank i computes S_i = sum exp(z - m_i) over its own columns, where m_i is its largest logit.
-Once the global maximum m is known, the sum over the vocabulary is sum_i exp(m_i - m) S_i.
+V is the vocabulary size, t the number of tp ranks. Both forms use the same collectives. Rank i computes S_i = sum exp(z - m_i) over
+its own columns, where m_i is its largest logit. Once the global maximum m is known, the sum over the vocabulary is sum_i exp(m_i -
+m) S_i.
 
 The backward overlaps the dX reduction with the last GEMM:
     1. all-gather X (sequence parallelism keeps only a shard, as in `linear/layers.py`), wait for it
@@ -41,7 +42,8 @@ def chunked_head_losses(
 ) -> torch.Tensor:
     """Compute the cross-entropy per token from the head's input; the backward adds the z-loss gradient.
 
-    Some schedules defer weight gradients. Here the weight gradient is never deferred, because that would keep all logit gradients.
+    Even if the schedule defers weight gradients, the head's is computed at once: deferring it would keep all logit gradients in
+    memory.
 
     Args:
         x: head input, [s(/t), b, h].

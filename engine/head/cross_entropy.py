@@ -2,8 +2,9 @@
 
     loss = log(sum_v exp(z_v)) - z_target          d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = target]
 
-Three numbers per token cross the tp axis: the largest logit (max, for stability), then the exponentials' sum and the target's
-logit. Columns past the vocabulary (padding) are left out of the softmax and get a zero gradient.
+z_v is the logit for vocabulary entry v; [v = target] is 1 for the target's entry, else 0. Three numbers per token cross the tp
+axis: the largest logit (max, for stability), then the exponentials' sum and the target's logit. Columns past the vocabulary
+(padding) are left out of the softmax and get a zero gradient.
 
 The exponentials would need more memory than the logits, because their dtype is wider, so they never all exist at once. Eager code
 computes them for a few tokens at a time; compiled code keeps them in registers. The backward recomputes the softmax from the logits

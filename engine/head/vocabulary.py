@@ -1,4 +1,4 @@
-"""Logits whose vocabulary is cut over tp, as an extension's loss reads them.
+"""Logits whose vocabulary is cut over tp, with the sums and look-ups that an extension's loss needs.
 
 Each result [s, b] is equal on every tp rank, and every rank continues with it in the same way. So a sum over ranks passes its
 gradient through unchanged (g in `engine/tensor_parallel/mappings.py`), and no backward communicates.
@@ -17,7 +17,7 @@ PURPOSE = "loss of an extension"
 
 @dataclass(frozen=True, slots=True)
 class VocabularyLogits:
-    """Logits of [s, b] tokens, with this rank's share of the vocabulary.
+    """The logits of [s, b] tokens for this rank's part of the vocabulary.
 
     Attributes:
         columns: this rank's columns without vocabulary padding, [s, b, v] in the accumulation dtype; v may be 0.

@@ -1,4 +1,4 @@
-"""Activations: computed in the accumulation dtype, returned in the input's.
+"""Activations: computed in the accumulation dtype, returned in the input's dtype.
 
 Each activation has an explicit backward and saves only its input, which exists anyway. Autograd would also save copies in the
 accumulation dtype and products that are cheap to recompute.
@@ -26,8 +26,9 @@ from triaxis.engine.numerics.precision import accumulate
 class _Activation:
     """An activation's functions: x [.., f] -> [.., f], and (x, grad [.., f]) -> gradient for x.
 
-    A gated activation takes x = [gate | up], [.., 2f]. In `eager_backward`, torch's own kernels write each half of the gradient in
-    place, which saves two passes over memory compared with `cat`. Compiled code cannot, because there `out` must be a whole tensor.
+    A gated activation takes x = [gate | up], [.., 2f]. In `eager_backward`, torch's own kernels write each half of the gradient
+    directly into the result, which saves two passes over memory compared with `cat`. Compiled code cannot do this, because a
+    compiled operator's `out` must be a whole tensor.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -43,7 +44,7 @@ class ActivationKernel:
         name: activation name in the configuration.
         fusion: runner for the forward and the backward.
         add_total: function that the backward calls with x's gradient summed over tokens, which is the bias gradient.
-        lengths: lengths that one compiled kernel accepts.
+        lengths: input lengths that one compiled kernel accepts (`Fusion`).
 
     Raises:
         KeyError: no kernel has this name.

@@ -47,7 +47,8 @@ def attention(
         kernel: name in `triaxis.engine.config.attention_kernels.ATTENTION_KERNELS`.
         q, k, v: operands with one dtype; d_v <= d.
         mask: restriction on the visible keys beyond causality; its documents and part are on q's device.
-        is_causal: whether queries see no later keys (s_k = s, or a part); if false, s = 1, at the last position among s_k.
+        is_causal: whether queries see no later keys; then s_k = s, or the mask has a part. False for a single query (s = 1) at the
+            last of s_k positions.
         scale: logit factor; None means d ** -0.5.
         softcap: cap c in c tanh(logit / c), or None for uncapped logits.
         sinks: one logit per head [n] in the softmax's denominator, or None.
@@ -88,8 +89,8 @@ def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | No
     """Build the named kernel for a mask.
 
     Raises:
-        RuntimeError: the kernel has no windows, documents and sinks on this device, or no cap. varlen is an exception: torch
-            refuses it at run time, because a footprint runs it on CPU tensors without memory.
+        RuntimeError: the kernel has no windows, documents and sinks on this device, or cannot cap logits. For varlen on a CPU the
+            build succeeds, because a footprint uses CPU tensors without memory; in a run, torch itself raises an error.
     """
     record = ATTENTION_KERNELS[name]
     if softcap is not None and record.lacks(frozenset({"softcap"})):

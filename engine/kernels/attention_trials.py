@@ -37,7 +37,7 @@ class AttentionShape:
 
 
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
-    """Try a named kernel, forward and backward, on a short sequence; return torch's reason if it does not run, else ""."""
+    """Run a named kernel, forward and backward, on a short sequence; return torch's reason if that fails, else ""."""
     if kernel == "te":
         if lacks := ATTENTION_KERNELS[kernel].lacks(shape.pattern.asked):
             return f"it has {lacks}"
@@ -57,7 +57,7 @@ def attention_failure(kernel: str, shape: AttentionShape) -> str:
 
 
 def decoding_failure(kernel: str, shape: AttentionShape) -> str:
-    """Try a named kernel on one query and 128 keys, forward only; return torch's reason if it does not run, else ""."""
+    """Run a named kernel on one query and 128 keys, forward only; return torch's reason if that fails, else ""."""
 
     def decode() -> None:
         q, k, v = _operands(shape, num_queries=1)
@@ -92,7 +92,7 @@ def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
 
 
 def chosen(shape: AttentionShape) -> str:
-    """Return torch's name for its `sdpa` choice: FlashAttentionForCpu, CudnnAttention, ..., or math."""
+    """Return the name of the kernel that torch chooses for `sdpa`: FlashAttentionForCpu, CudnnAttention, ..., or math."""
     with torch.enable_grad():
         node = _trial("sdpa", replace(shape, pattern=PLAIN)).grad_fn
     name = "" if node is None else node.name()

@@ -1,4 +1,4 @@
-"""Dropout decided by hashing each element's key and position, which `engine/tensor_parallel/dropout.py` makes."""
+"""Dropout decided by hashing each element's key and position, which `engine/tensor_parallel/dropout.py` computes."""
 
 from typing import Any
 
@@ -76,5 +76,5 @@ def _dropped_on(
 
 
 def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Hash each element to [0, 2^32): mix key + (position + 1) golden as splitmix64 does, and take the upper half."""
+    """Hash each element to [0, 2^32): the upper half of splitmix64's mix of key + (position + 1) x golden ratio constant."""
     return shift_right(mix_words_(keys + (positions + 1) * GOLDEN), 32)

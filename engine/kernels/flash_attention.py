@@ -1,8 +1,8 @@
 """Flash attention on a GPU in bf16 and fp16, with windows, documents and row parts.
 
-Sinks need a gradient through the log-sum-exp. torch's function (`torch.nn.attention.varlen`) lacks it, so its operators are called
-directly. Windows are arguments of the kernel. A dense call takes whole rows; a packed call takes documents of any length one after
-the other, separated by their boundaries.
+Sinks need a gradient through the log-sum-exp. torch's function (`torch.nn.attention.varlen`) lacks this gradient, so the function's
+operators are called directly. Windows are arguments of the kernel. A dense call takes whole rows; a packed call takes documents of
+any length one after the other, separated by their boundaries.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Varlen:
         return x.transpose(1, 2)
 
     def _bounds(self, s: int) -> "_Bounds":
-        """Return the documents' boundaries and longest length, each for queries and keys; (None, (s, s)) for whole rows."""
+        """Return the documents' boundaries for queries and keys, and their longest lengths; (None, (s, s)) without documents."""
         documents = self.mask.documents
         if documents is None:
             return None, (s, s)
@@ -128,7 +128,7 @@ class VarlenParts:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Tokens [start, stop) as the kernel takes them: [tokens, n, d] in one row, or [b, tokens, n, d] in all rows."""
+    """Tokens [start, stop) in the layout that the kernel reads: [tokens, n, d] in one row, or [b, tokens, n, d] in all rows."""
 
     row: int | slice
     run: tuple[int, int]

@@ -27,7 +27,7 @@ class Fusion:
     """The way elementwise functions run.
 
     Args:
-        form: `eager` or `compiled`, as above.
+        form: `eager` or `compiled`, as the module's docstring describes them.
 
     Attributes:
         is_compiled: whether the form is `compiled`.
@@ -41,13 +41,15 @@ class Fusion:
     def __call__(self, function: Function, *, lengths: Lengths = "fixed", variant: Hashable = None) -> Function:
         """Return `function`, or its compiled form.
 
-        Each shape has its own kernel. Shapes are few, since microbatches are alike; sizes that vary by call need other `lengths`.
+        If compiled, each shape has its own kernel by default. That suffices where shapes are few, since microbatches are alike.
+        Sizes that vary from call to call need other `lengths`.
 
         Args:
-            function: pure function, as above.
-            lengths: lengths that one kernel accepts; expert rows vary in the first dim.
+            function: pure function of tensors, without autograd and communication.
+            lengths: lengths that one kernel accepts: `fixed`, a single shape; `rows`, any first dim, as expert rows need; `all`,
+                any length in every dim.
             variant: key for a separate compiled copy, such as the shapes. torch compiles one function at most 8 times and checks at
-                each call which form fits, so a function with many shapes gets one copy per shape.
+                each call which compiled form fits. So a function with many shapes should get one copy per shape.
         """
         if not self.is_compiled:
             return function

@@ -3,7 +3,7 @@
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
 
     loop      a GEMM per expert: any dtype and device, and the reference. The host reads the ends.
-    grouped   one call for all experts, which reads the ends on the device; 16 and 32 bits
+    grouped   one call for all experts, which reads the ends on the device; only for 16- and 32-bit dtypes
 
 A result's unused rows are uninitialised.
 """
@@ -28,7 +28,7 @@ class Ends:
     Attributes:
         device: cumulative ends, int32 [experts].
         host: the same ends on the host, or None until they are read.
-        reading: context manager around that read, which the ledger records.
+        reading: function that returns a context manager for the host's read of `device`; the communication ledger thus records it.
     """
 
     device: torch.Tensor
@@ -36,7 +36,7 @@ class Ends:
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def slices(self) -> Iterator[tuple[int, slice]]:
-        """Yield (expert, slice of its rows); the first call waits for the device unless the host has the numbers."""
+        """Yield (expert's index, slice of its rows). If `host` is None, first wait for the device and read the ends."""
         if self.host is None:
             with self.reading():
                 self.host = self.device.tolist()
@@ -67,7 +67,7 @@ def add_grouped_products(
     overwrite: bool,
     weight_grad: WeightGradKernel = "separate",
 ) -> None:
-    """Add dY^T X over each expert's rows to its main grad (`overwrite`: assign it); an expert without rows adds zeros.
+    """Add dY^T X over each expert's rows to the expert's main grad, or assign it; an expert without rows counts as zeros.
 
     Args:
         main_grads: the experts' main grads, [experts, out, in].

@@ -6,8 +6,9 @@
     sinks       one learned logit per head in the softmax's denominator, with no value (gpt-oss)
     softcap     logits are capped, softcap tanh(logit / softcap), before the mask (Gemma 2)
 
-No [s, s] mask is built. Each stretch of tokens that see each other is computed by itself. A window is computed by query blocks,
-each against the keys that some of its queries see. So memory and FLOPs grow only with the visible keys. The kernels, all exact:
+No [s, s] mask is built. Each stretch of consecutive queries in a document is computed with that document's keys. A window is
+computed by query blocks, each against the keys that some of its queries see. So memory and FLOPs grow only with the visible keys.
+The kernels, all exact:
 
     CpuFlash   torch's kernel for the CPU, any dtype; documents of equal length in one call
     Blocks     plain operators on any device; forward and backward hold one query block's scores in memory at a time
@@ -35,7 +36,7 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The restriction, beyond causality, on the keys that each query sees.
+    """The restriction on the keys that each query sees, in addition to causality.
 
     Attributes:
         window: number of keys that a query sees, its own included; None for all keys up to its own.
@@ -70,7 +71,8 @@ class Kernel(Protocol):
     ) -> Tensors3:
         """Compute the gradients for q, k and v; those for k and v may be in the accumulation dtype.
 
-        With sinks, `lse` is larger than the forward's, and `out` is smaller by the factor exp(forward's lse - lse).
+        With sinks, the `lse` given here is larger than the one from `forward`, and `out` is smaller by the factor exp(forward's lse
+        - lse).
         """
         ...
 
@@ -87,8 +89,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output and its log-sum-exp, both with sinks, outside autograd.
 
-    A sink adds exp(sink) to each row's sum: lse' = log(exp(lse) + exp(sink)), out' = out exp(lse - lse'). Its value is zero, so the
-    kernel's backward is correct when given out' and lse'. The backward computes P' = exp(scores - lse') and D' = rowsum(dO out').
+    A sink adds exp(sink) to each row's sum: lse' = log(exp(lse) + exp(sink)), out' = out exp(lse - lse'). A sink's value is zero,
+    so the kernel's backward is correct when given out' and lse'. The backward computes P' = exp(scores - lse') and D' = rowsum(dO
+    out').
     """
     out, lse = kernel.forward(q, k, v)
     if sinks is None:
@@ -167,7 +170,7 @@ class _Places:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Consecutive queries in a document, batched with runs at the same position and of the same length in other documents.
+    """Consecutive queries in a document, batched with equally long ones at the same position in other documents.
 
     Attributes:
         queries: query ranges.
@@ -241,7 +244,7 @@ class _Piece:
 
 
 def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
-    """Yield an attention's pieces with at most `block` queries each; if it is None, only a window cuts a stretch."""
+    """Yield an attention's pieces with at most `block` queries each; if `block` is None, cut stretches only for a window."""
     for stretch in _stretches(mask, num_queries, num_keys):
         window = mask.window if mask.window is not None and mask.window < stretch.keys.length else None
         length = stretch.queries.length
@@ -329,7 +332,8 @@ class CpuFlash(_ByPieces):
     """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
 
     Its causal mask is aligned with the first key, so queries that begin later in their document need two calls. One call, without a
-    mask, takes the keys before the queries; the other, with the mask, takes the rest. The log-sum-exps weight the two outputs.
+    mask, covers the keys before the first query; the other, with the mask, covers the remaining keys. The log-sum-exps weight the
+    two outputs.
     """
 
     def part(
@@ -387,7 +391,7 @@ class CpuFlash(_ByPieces):
 
 
 class Blocks(_ByPieces):
-    """The formula in plain operators, block by block; the backward recomputes each block's probabilities (2205.14135)."""
+    """The formula in plain operators, per block of queries; the backward recomputes each block's probabilities (2205.14135)."""
 
     block = BLOCK
 

@@ -1,12 +1,12 @@
-"""Norms over the last dim, alone or of a sum: computed in the accumulation dtype, returned in the input's.
+"""Norms over the last dim, alone or of a sum: computed in the accumulation dtype, returned in the input's dtype.
 
     alone      n = norm(x)
-    of a sum   y = x + f branch, n = norm(y)      a branch of the residual stream, and the norm that reads the sum
+    of a sum   y = x + f branch, n = norm(y)      f: a factor; branch: an addition to the residual stream x
     backward   dx = dy + (the norm's gradient of y for dn), d branch = f dx
 
 Both forms save x (or y) and the norm's statistics, and have an explicit backward. Autograd would also save copies in the
-accumulation dtype and products that are cheap to recompute. Compiled together, a sum and its norm are one pass over memory each
-way. Apart, the norm reads y once more, and autograd adds y's two gradients in a separate pass.
+accumulation dtype and products that are cheap to recompute. If a sum and its norm are compiled together, forward and backward are
+one pass over memory each. If they are separate, the norm reads y once more, and autograd adds y's two gradients in another pass.
 
 In eager mode, LayerNorm uses torch's own kernels everywhere, RMSNorm only on a GPU.
 """
@@ -40,7 +40,7 @@ class NormFunctions:
 
 
 class NormKernel:
-    """A norm as a model runs it.
+    """A norm with its eps and its runner, as a model calls it.
 
     Args:
         name: norm's name in `triaxis.engine.config.layer_kinds.NORMS`.
@@ -88,7 +88,7 @@ def add_and_norm(
     eps: float,
     *weights: torch.Tensor,
 ) -> Tensors:
-    """Compute y = x + factor branch, its norm and the norm's statistics; x, branch [.., h]. A function for `Fusion`."""
+    """Compute y = x + factor branch, its norm and the norm's statistics; x, branch [.., h]. `Fusion` can compile it."""
     y = torch.add(x, branch, alpha=factor)
     return y, *forward(y, eps, *weights)
 
@@ -104,7 +104,7 @@ def add_and_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, *Tensors]:
     """Compute the gradients for x, the branch (None if equal to x's) and each weight.
 
-    This is a function for `Fusion`. In eager mode it adds in place, to the tensor that the norm's backward returned.
+    `Fusion` can compile this function. In eager mode it adds `grad_y` in place to the tensor that the norm's backward returned.
 
     Args:
         grad_y, grad: gradients for y and for the norm's output.
@@ -208,7 +208,7 @@ def _rms_norm_back_in_place(
 
 
 def _rms_norm_of_device(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
-    """Compute `_rms_norm`; on CUDA, by torch's kernel, which exists for no other device."""
+    """Compute `_rms_norm`; on CUDA use torch's kernel, which no other device has."""
     if x.is_cuda:
         return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
     return _rms_norm(x, eps, weight)

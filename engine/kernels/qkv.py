@@ -3,7 +3,8 @@
     forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; RoPE on q and k if there is any
     backward   rotate the gradients back and concatenate them; for a bias, sum them over tokens
 
-In eager mode the rotations of q and k, the concatenation and the sum each pass over memory. Compiled, each direction is one kernel.
+In eager mode the rotations of q and k, the concatenation and the sum are separate passes over memory. If compiled, the forward is
+one kernel, and so is the backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ class SplitQkv:
     """The function that splits projected tokens into queries, keys and values.
 
     Args:
-        heads: query head count and key/value head count on this rank.
+        heads: numbers of query heads and of key/value heads on this rank.
         head_dim: head size d.
         fusion: runner for the split and the join.
         add_total: function that the backward calls with x's gradient summed over tokens, which is the bias gradient.
@@ -42,7 +43,8 @@ class SplitQkv:
 
         Args:
             x: the projection's output.
-            tables: `rope_tables` result that rotates queries and keys, or None. Unrotated results are views of x.
+            tables: result of `rope_tables`, which rotates queries and keys; None: nothing is rotated, and the results are views of
+                x.
 
         Returns:
             q [s, b, heads, d], k and v [s, b, kv_heads, d].

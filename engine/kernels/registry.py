@@ -11,11 +11,12 @@
     dispatch      tokens to experts and back                    all_gather, all_to_all                    all_gather
     (decoding)    attention from one query to the cached keys   flash, math, sdpa, blocks, explicit       explicit
 
-Decoding has no setting: its key length changes with every token, and cuDNN would make a plan for each length. The steps:
+Decoding has no setting: its key length changes with every token, and cuDNN would build a plan for each length. The kernels are
+chosen in these steps:
 
     resolve      configuration and device facts -> choices; a pure function
-    try_out      runs each choice once; if it fails, a named choice is an error, and `auto` takes the next in `ORDER`, with a note
-    agree        gives all ranks the slowest choice that any rank made
+    try_out      runs each choice once; a named choice that fails is an error; `auto` falls back to the next in `ORDER`, with a note
+    agree        gives all ranks the slowest of the ranks' choices
 """
 
 import sys
@@ -160,7 +161,7 @@ class Kernels:
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
-    """Replace each `auto` with the fastest choice that should run on a device with these facts."""
+    """Replace each `auto` with the fastest choice that should run on a device with these facts; nothing is tried yet."""
     fastest = asdict(_fastest(facts))
     asked = config.model_dump()
     taken = {
@@ -232,7 +233,7 @@ class Trials:
 
 
 def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: AttentionShape | None = None) -> Trials:
-    """Build trials that run the kernels on small tensors; `decoding` is one query's attention shape, by default `shape`."""
+    """Build trials that run the kernels on small tensors; `decoding` is a single query's attention shape; None: `shape`."""
     device = shape.device
     of_compiler = cache(lambda: compiler_failure(device))
 
@@ -268,7 +269,7 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
 
 
 def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Choices, list[str]]:
-    """Try each choice; one that `auto` made falls back to the next in `ORDER` until one runs.
+    """Try each choice; replace a failing choice that came from `auto` with the next in `ORDER`, until one runs.
 
     Returns:
         The choices that run, and a line for each choice that did not.
@@ -305,7 +306,7 @@ def agree_on_choices(
     Args:
         choices: this rank's choices.
         notes: lines about choices that did not run on this rank.
-        try_from: function that tries slower choices on this rank, as `try_out`.
+        try_from: function that tries the given, slower choices on this rank, and returns what `try_out` returns.
         gather_text: collective that gathers every rank's text, in rank order.
 
     Returns:
@@ -339,7 +340,7 @@ def _gather_choices(choices: Choices, gather_text: Callable[[str], list[str]]) -
 
 
 def slowest(all_choices: Sequence[Choices]) -> Choices:
-    """Take each kernel's slowest choice by `ORDER`; a kernel named in the configuration is equal on every rank."""
+    """Take the slowest choice for each kernel, by `ORDER`. Kernels that the configuration names are equal on all ranks."""
     found = all_choices[0]
     for each in fields(Choices):
         names = [getattr(choices, each.name) for choices in all_choices]
@@ -379,7 +380,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     Args:
         config: the run's configuration.
         topology: the run's ranks and device.
-        is_alone: whether this process runs without the other ranks (`launch/footprint/real.py`), so that none is consulted.
+        is_alone: whether this process runs without the other ranks (`launch/footprint/real.py`) and so decides alone.
 
     Raises:
         ConfigError: kernels that the configuration names do not run here; the error lists all of them.
@@ -412,7 +413,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
 
 
 def describe(kernels: Kernels, shape: AttentionShape) -> str:
-    """Describe a training step's choices in one line, with torch's choice for `sdpa`; torch's linear layers are left out."""
+    """Describe a training step's choices in one line, with the kernel that torch chooses for `sdpa`; omit `linear: torch`."""
     attention = kernels.choices.attention
     if attention == "sdpa":
         attention = f"sdpa ({chosen(shape)})"

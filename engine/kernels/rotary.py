@@ -58,7 +58,7 @@ class _Rope(torch.autograd.Function):
 
 
 def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Compute y = x cos + swap(x) sin, with x and tables as in `apply_rope`; a function for `Fusion`."""
+    """Compute y = x cos + swap(x) sin, with x and tables as in `apply_rope`; `Fusion` can compile it."""
     if x.shape[-1] != tables.shape[-1]:
         return _on_first(rope, x, tables)
     wide, (cos, sin) = accumulate(x), tables.unbind()
@@ -66,7 +66,7 @@ def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Compute the rotation back, dx = dy cos + swap(dy sin)."""
+    """Rotate the gradient back: compute dx = dy cos + swap(dy sin)."""
     if grad.shape[-1] != tables.shape[-1]:
         return _on_first(rope_backward, grad, tables)
     wide, (cos, sin) = accumulate(grad), tables.unbind()
@@ -76,7 +76,7 @@ def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
     """Compute dx = dy cos - swap(dy) sin in place, where dy [s, b, heads, r] holds only the rotated elements.
 
-    The result equals `rope_backward`'s, since the sines' halves are -s and s, and needs one temporary less.
+    The result equals that of `rope_backward`, since the sines' halves are -s and s. The computation needs one temporary less.
     """
     wide, (cos, sin) = accumulate(grad), tables.unbind()
     swapped = _swap(wide).mul_(sin)
@@ -88,7 +88,7 @@ def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
 def _on_first(
     rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, tables: torch.Tensor
 ) -> torch.Tensor:
-    """Apply `rotate` to each head's first r elements, r from the tables, and leave the others unchanged."""
+    """Apply `rotate` to each head's first r elements and leave the others unchanged; the tables' last dim is r."""
     first, others = x.tensor_split((tables.shape[-1],), dim=-1)
     return torch.cat((rotate(first, tables), others), dim=-1)
 
@@ -125,7 +125,7 @@ def rotary_factor(rotary: Rotary) -> float:
 
 
 def _linear(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Divide all frequencies by `factor`, so positions become `factor` times as dense (2306.15595)."""
+    """Divide all frequencies by `scaling.factor`, so positions become as many times denser (2306.15595)."""
     return frequencies / _given(scaling.factor)
 
 
@@ -143,7 +143,7 @@ def _yarn(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> to
     """Keep high frequencies, divide low ones by `factor`, and blend in between (YaRN, 2309.00071, section 3.2)."""
 
     def dim_with(turns: float) -> float:
-        """Solve for the pair index, unrounded, that makes `turns` full turns in the original context."""
+        """Compute the unrounded index of the pair that makes `turns` full turns over the original context."""
         original = _given(scaling.original_max_position_embeddings)
         return rotary.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
 
@@ -158,7 +158,10 @@ def _yarn(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> to
 
 
 def _longrope(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Divide each pair's frequency by its own factor, which a search found for short and for long samples (2402.13753)."""
+    """Divide each pair's frequency by its factor in `long_factor` if `rotary.is_long`, else in `short_factor`.
+
+    A search chose both lists (LongRoPE, 2402.13753).
+    """
     divisors = scaling.long_factor if rotary.is_long else scaling.short_factor
     return frequencies / torch.tensor(_given(divisors), dtype=frequencies.dtype).to(frequencies.device)
 

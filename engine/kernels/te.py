@@ -4,14 +4,16 @@
     gradient of the input   dX = dY W              layout NN, A = W [out, in], B = dY [n, out]
     gradient of the weight  dW (+)= dY^T X         layout NT, A = X [n, in],   B = dY [n, out], out = main grad
 
-cuBLAS is column-major, so A is the right factor. The layout's first letter refers to A: T contracts it along dim 1, N along dim 0.
-Operands and `out` are contiguous. The third GEMM adds to the main grad in the main grad's dtype (fp32 in a bf16 run). Its epilogue
-sums dY over tokens, which gives the bias gradient. The other two GEMMs' epilogues compute GELU and its derivative.
+cuBLAS is column-major, so its first operand A is the right factor of the row-major product. The layout's first letter refers to A:
+T contracts it along dim 1, N along dim 0. Operands and `out` are contiguous. The third GEMM adds to the main grad in the main
+grad's dtype (fp32 in a bf16 run). Its epilogue sums dY over tokens, which gives the bias gradient. The other two GEMMs' epilogues
+compute GELU and its derivative.
 
-With FP8 operands every GEMM is Y = A B^T on two quantised matrices (`engine/kernels/fp8`), in layout TN. `te_storage.py` wraps
-the matrices in TE's classes.
+With FP8 operands every GEMM is Y = P Q^T on two quantised matrices (`engine/kernels/fp8`), in layout TN with A = Q, B = P.
+`te_storage.py` wraps the matrices in TE's classes.
 
-Linear layers call only this function, because TE's modules would start collectives that the ledger and its order do not cover.
+Linear layers call only this function. TE's modules would start collectives of their own, which the communication ledger
+(`engine/comm/ledger.py`) would neither record nor order.
 """
 
 import inspect
@@ -33,7 +35,7 @@ FIRST_VERSION = "2.10"
 
 
 class OtherVersionError(ImportError):
-    """A Transformer Engine release whose `general_gemm` takes other arguments."""
+    """The error for a Transformer Engine release whose `general_gemm` takes other arguments."""
 
 
 class GeneralGemm(Protocol):
@@ -104,7 +106,7 @@ class TransformerEngine:
         overwrite: bool,
         with_total: bool,
     ) -> torch.Tensor | None:
-        """Compute main_grad [out, in] += dY^T X (`overwrite`: =); grad dY [n, out], x [n, in].
+        """Compute main_grad [out, in] += dY^T X (`overwrite`: = instead of +=); grad is dY [n, out], x is X [n, in].
 
         Returns:
             dY summed over tokens, [out] in the main grad's dtype, if `with_total`; else None.
@@ -117,14 +119,14 @@ class TransformerEngine:
     def fp8_product(
         self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, *, is_tensorwise: bool
     ) -> torch.Tensor:
-        """Compute A B^T + bias [m, n] in `dtype`; a [m, k] and b [n, k] have one scale or block scales, bias [n]."""
+        """Compute a b^T + bias [m, n] in `dtype`; a [m, k] and b [n, k] have one scale or block scales, bias [n]."""
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=True))
 
     def add_fp8_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, *, overwrite: bool, is_tensorwise: bool
     ) -> None:
-        """Compute total [m, n] += A B^T (`overwrite`: =), accumulated in `total`'s dtype."""
+        """Compute total [m, n] += a b^T (`overwrite`: = instead of +=), accumulated in `total`'s dtype."""
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         self.general_gemm(
             *operands, out_dtype=total.dtype, out=total, accumulate=not overwrite, use_split_accumulator=True
@@ -141,7 +143,7 @@ def open_te() -> TransformerEngine:
     """Import Transformer Engine and check that its `general_gemm` takes the arguments passed here.
 
     Raises:
-        ImportError: it is not installed, cannot be imported, or has another version; the message states which.
+        ImportError: Transformer Engine is not installed, cannot be imported, or takes other arguments; the message states which.
     """
     try:
         function = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
@@ -216,7 +218,7 @@ def how_to_install() -> str:
 
 
 def _lacking(function: Callable[..., Any]) -> str:
-    """Describe how TE's function's arguments differ from those passed here; "" if they fit."""
+    """Describe how the arguments of TE's `function` differ from those that are passed here; "" if they fit."""
     wanted = [name for name in inspect.signature(GeneralGemm.__call__).parameters if name != "self"]
     found = inspect.signature(function).parameters
     missing = [name for name in wanted if name not in found]

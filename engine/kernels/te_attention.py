@@ -1,7 +1,8 @@
 """Attention by Transformer Engine's DotProductAttention, which chooses FlashAttention or cuDNN for the shape.
 
-It reads and writes [s, b, heads, d], the layout in which queries, keys and values are projected. It gets no process groups. With
-context parallelism, ranks exchange tokens for heads before they call it; the configuration refuses other forms.
+It reads and writes [s, b, heads, d], the layout in which queries, keys and values are projected. TE gets no process groups. With
+context parallelism, ranks exchange tokens for heads before they call TE; the configuration refuses other forms of context
+parallelism.
 """
 
 from typing import Any

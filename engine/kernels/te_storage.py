@@ -1,4 +1,4 @@
-"""FP8 matrices as Transformer Engine's GEMM reads them: its storages with one scale and with block scales.
+"""FP8 matrices as Transformer Engine's GEMM reads them: TE's storage classes for one scale and for block scales.
 
     blocks       storage                           scales for a matrix [rows, columns], contiguous
     whole        `Float8TensorStorage`             fp32 [1]
@@ -35,7 +35,7 @@ class Storages:
         tensor: class for a matrix with one scale.
         blocks: class for a matrix with one scale per 1 x 128 or 128 x 128 block.
         mx: class for a matrix with one scale per 1 x 32 block.
-        dtypes: torch's FP8 dtype -> TE's.
+        dtypes: TE's dtype for each of torch's FP8 dtypes.
     """
 
     tensor: Callable[..., Any]

@@ -1,15 +1,17 @@
 """A linear layer's GEMMs with FP8 operands (`products.py` defines the three products).
 
-A tensor with one FP8 scale takes it from its largest absolute value, over all ranks that hold a part. These are the cp ranks, which
-hold other tokens, and the tp ranks if the tensor is cut. Data-parallel ranks hold other microbatches, with scales of their own. A
-microbatch's scales are therefore the same in every layout. The maximum is a small all-reduce before the GEMM: once for X (a
-replayed layer reuses it), once for dY, and once a step for the weight. Block scales need no all-reduce, because no block is cut.
+If a tensor has one FP8 scale, the scale follows from the tensor's largest absolute value over all ranks that hold a part of it.
+These are the cp ranks, which hold other tokens, and the tp ranks if the tensor is cut. Data-parallel ranks hold other microbatches,
+with scales of their own. A microbatch's scales are therefore the same in every layout. A small all-reduce before the GEMM computes
+this maximum: once for X (a replayed layer reuses it), once for dY, and once a step for the weight. Block scales need no all-reduce,
+because no block is cut.
 
 With one scale per tensor, the forward and the weight gradient read the same FP8 values of X. If nothing else saves X, the layer
 saves these values, 1 byte each. With block scales, X and X^T are rounded differently, so X is saved in the run's dtype.
 
 Once the scale is known, rounding commutes with a gather. So with `precision.fp8.gather: fp8`, sequence parallelism rounds first and
-gathers bytes: X in column-parallel layers, dY in row-parallel ones. The price is that their maximum must cover tp as well.
+gathers bytes: X in column-parallel layers, dY in row-parallel ones. The price is that the maximum of these tensors must be reduced
+over tp as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,11 +46,11 @@ class Fp8Form(LinearForm):
         tp: the tp axis.
         cp: the cp axis.
         once: function that keeps a result from the forward for the layer's replay (`SavedTensors.once`).
-        makes_again: test whether the current layer recomputes a part (`SavedTensors.makes_again`).
-        sends: whether sequence parallelism gathers in FP8 (`precision.fp8.gather`).
-        counts: counts of the values that FP8 loses; None: they are not counted.
-        alone_without: parts that also save the layer's input if they are recomputed; otherwise only this layer saves it. None:
-            others save it in any case.
+        makes_again: test whether the current layer recomputes the named part in the backward (`SavedTensors.makes_again`).
+        sends: whether sequence parallelism gathers FP8 bytes (`precision.fp8.gather`).
+        counts: counters for the values that FP8 loses (`fp8_shares.py`); None: nothing is counted.
+        alone_without: names of parts (`recompute.modules`). If one of them is recomputed, it saves the layer's input too; if none
+            is, only this layer saves it. None: another layer always saves it too.
     """
 
     fp8: Fp8
@@ -62,7 +64,7 @@ class Fp8Form(LinearForm):
 
     @classmethod
     def of(cls, fp8: Fp8, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form":
-        """Build the form for a run; `saved` is the policy for the rank's chunks."""
+        """Build the form for a run; `saved` decides which tensors the rank's chunks save."""
         counts = None
         if config.telemetry.fp8_interval is not None:
             is_first = topology.coordinates.dp == topology.coordinates.cp == 0
@@ -206,14 +208,14 @@ class Fp8Gemms(LinearGemms):
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
 
     def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
-        """Quantise part of dY for a GEMM; it is given in the run's dtype or as FP8 bytes."""
+        """Return part of dY as a GEMM operand: quantise it if it is in the run's dtype, or view it if it is FP8 bytes."""
         fp8 = self.form.fp8
         if is_bytes(matrix):
             return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
         return fp8.gradient(matrix, largest)
 
     def _as_bytes(self, x: torch.Tensor, largest: Scale, *, is_cut: bool) -> torch.Tensor:
-        """Convert X [.., in] to FP8 bytes, and count the values that are lost."""
+        """Convert X [.., in] to FP8 bytes, and count the values that this loses."""
         matrix = x.flatten(0, -2)
         rounded = self.form.fp8.activation(matrix, largest)
         self._count_inputs(matrix, rounded, is_cut=is_cut)
@@ -236,13 +238,13 @@ class Fp8Gemms(LinearGemms):
             self._count("weight", weight, copy, is_cut=is_cut)
 
     def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the values that an operand loses; an operand that every tp rank holds whole counts only on the first."""
+        """Count the values that rounding an operand loses. If tp does not cut the operand, only the first tp rank counts."""
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
             counts.add(self.parts.name, role, matrix, rounded)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
-        """Compute the largest absolute value in `parts`, over tp and cp as asked; None if blocks have scales."""
+        """Compute the largest absolute value in `parts`, over tp and cp if `over_tp` and `over_cp`; None with block scales."""
         if not self.form.fp8.recipe.is_tensorwise:
             return None
         each = [self.form.fp8.amax(part) for part in parts]

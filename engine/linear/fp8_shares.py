@@ -5,7 +5,8 @@
     then        `triaxis.engine.telemetry.meters.fp8_shares` sums the counts over the world and reads them
 
 An operand has three counts: nonzero values, nonzero values that became zero, and values that were clamped. Each value counts once
-over the world. A tensor that several tp ranks hold counts on the first, weights on the first data- and context-parallel rank.
+over the world. If several tp ranks hold the same tensor, only the first counts it. Only the first data- and context-parallel rank
+counts weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ _FORMATS = {each.dtype: each for each in (E4M3, E5M2)}
 
 
 def count_lost(matrix: torch.Tensor, rounded: Quantised) -> torch.Tensor:
-    """Count the values in a matrix [rows, columns] that are not zero, became zero, and were clamped: int64 [3]."""
+    """Count the values in a matrix [rows, columns] of three kinds: nonzero, nonzero but rounded to zero, clamped; int64 [3]."""
     (rows, columns), (down, across) = matrix.shape, rounded.inverse.shape
     size = accumulate(matrix).abs()
     is_number = size != 0
@@ -37,7 +38,8 @@ class Fp8Counts:
 
     Args:
         linears: names of all FP8 layers in the model, the same on every rank.
-        has_weights: whether this rank counts its weights; other data- or context-parallel ranks hold the same.
+        has_weights: whether this rank counts its weights. Only one of the data- and context-parallel ranks does, as all hold the
+            same.
         is_replay: test whether a layer is being recomputed in the backward.
 
     Attributes:

@@ -1,20 +1,22 @@
 """Column- and row-parallel linear layers and the vocab-parallel embedding.
 
-Shapes: s sequence, b microbatch, t tensor-parallel ranks; (s/t) only with sequence parallelism. Weights are [out, in].
+Shapes: s is the sequence length, b the microbatch size, t the number of tensor-parallel ranks. With sequence parallelism, (s/t)
+replaces s. Weights are [out, in]. `engine/tensor_parallel/mappings.py` defines f and g.
 
     column parallel   W = [W_1; ..; W_t], cut by output rows       Y_i = f(X) W_i^T                [s, b, out/t]
     row parallel      W = [W_1 | .. | W_t], cut by input columns   Y = g(sum_i X_i W_i^T + bias)   [s(/t), b, out]
     embedding         vocabulary cut by rows                       Y = g(sum_i rows that rank i holds)
 
-An MLP is column parallel, a nonlinearity, row parallel: one f and one g in the forward, their conjugates in the backward.
+An MLP is a column-parallel layer, a nonlinearity and a row-parallel layer. Its forward needs one f and one g, its backward their
+conjugates.
 
 In the column-parallel backward, communication runs under the GEMMs, in this order:
     1. post the all-gather of X (sequence parallelism keeps only a shard, unless `recompute.gathered_inputs` is keep).
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X                    5. wait for dX
 
-If weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY once more for its own.
-A bias gradient is dY summed over tokens. The consumer of Y computes dY and can sum it in that pass (`takes_bias_total`).
+If weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer then gathers dY a second time. A
+bias gradient is dY summed over tokens. The consumer of Y computes dY and can sum it in that pass (`takes_bias_total`).
 
 Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`products.py`). Given [s, b, in], torch
 looks at all strides, even in dims with size 1. For one sample with transposed tokens it would run s small GEMMs, each reading the
@@ -49,14 +51,14 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 class ColumnParallelLinear(nn.Module):
     """One or several weights that read the same input, each cut by output rows.
 
-    They enter the region together and gather X once; separate layers would each gather it. Because weights are cut by output rows,
-    each rank has its columns of Y whole, and a nonlinearity or a head follows without communication. With a cut by input columns, Y
-    would be a partial sum, to be reduced before a nonlinearity may read it.
+    The weights share one gather of X; separate layers would each gather it. Because weights are cut by output rows, each rank has
+    its columns of Y whole, and a nonlinearity or a head follows without communication. With a cut by input columns, Y would be a
+    partial sum, to be reduced before a nonlinearity may read it.
 
     Args:
         weights: parameters [.., in], in the order of the output's columns.
         biases: one per weight, or none.
-        name: label in the ledger.
+        name: label of the layer's calls in the communication ledger (`engine/comm/ledger.py`).
         consumer_sums_biases: whether the consumer of Y calls `takes_bias_total`, once before each backward through the layer.
     """
 
@@ -97,12 +99,15 @@ class ColumnParallelLinear(nn.Module):
         return _ColumnParallel.apply(x, self)
 
     def with_gelu(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute Y and its GELU; the `RowParallelLinear` that reads both computes Y's gradient (`GeluGemms`)."""
+        """Compute Y and GELU(Y), both [s, b, out/t].
+
+        Give both to one `RowParallelLinear`: its backward computes Y's gradient (`GeluGemms`), and GELU(Y) gets none.
+        """
         return _ColumnParallel.apply(x, self, True)
 
     @property
     def takes_bias_total(self) -> AddTotal:
-        """Function to call with dY's sum over tokens, [rows]; None if the consumer of Y has nothing to sum."""
+        """The function that receives dY's sum over tokens [rows] from the consumer of Y; None: the consumer need not sum."""
         return self.gemms.add_bias_total if self.gemms.biases_are_summed_by_consumer else None
 
 
@@ -155,7 +160,7 @@ class RowParallelLinear(nn.Module):
     Args:
         weight: parameter whose first dim is the output.
         bias: parameter [out], held by every tp rank, or None.
-        name: label in the ledger.
+        name: label of the layer's calls in the communication ledger (`engine/comm/ledger.py`).
     """
 
     def __init__(
@@ -229,7 +234,7 @@ class _RowParallel(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Word embedding whose rows are cut over tp.
 
-    A rank looks up the tokens whose rows it holds, and puts zeros for the others; g sums the parts.
+    A rank looks up the tokens whose rows it holds and returns zeros for the other tokens. g sums the ranks' results.
     """
 
     def __init__(self, weight: ShardedParameter, region: TensorParallelRegion) -> None:

@@ -10,7 +10,7 @@ from triaxis.engine.linear.products import GeluGemms, LinearForm, LinearGemms, L
 
 @dataclass(frozen=True, slots=True)
 class TeForm(LinearForm):
-    """GEMMs by Transformer Engine."""
+    """The form that builds a layer's products as Transformer Engine GEMMs, in the run's dtype."""
 
     te: TransformerEngine
 
@@ -21,7 +21,7 @@ class TeForm(LinearForm):
 class TeGemms(GeluGemms):
     """One layer's products by Transformer Engine.
 
-    TE needs contiguous operands: if a layer's matrices are not adjacent, each one's dY columns are copied first.
+    TE needs contiguous operands. If a layer has several matrices, each matrix's columns of dY are therefore copied first.
     """
 
     def __init__(self, parts: LinearParts, te: TransformerEngine) -> None:

@@ -30,11 +30,11 @@ class DeferredGrad:
 class WeightGradQueue:
     """Weight-gradient GEMMs that may run later.
 
-    While `deferring`, layers queue their work with `defer`, and the executor collects it with `take`.
+    If `deferring` is set, layers queue their work with `defer`, and the executor collects it with `take`.
 
     Args:
         kernel: GEMM kernel.
-        on_kept: observer called with each operand that is kept.
+        on_kept: function called with each operand tensor that the queue keeps.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WeightGradQueue:
 
 @torch.no_grad()
 def add_deferred(work: list[DeferredGrad]) -> None:
-    """Compute the weight gradients and empty the list; each operand is gathered while the previous GEMM runs."""
+    """Compute the weight gradients and empty the list; each gather runs during the GEMM before its own."""
     gathers = [each.gather(each.part) for each in work[:1]]
     while work:
         gathers += [each.gather(each.part) for each in work[1:2]]

@@ -1,1 +1,1 @@
-"""Accumulation dtypes and a counter-based hash, shared by every room."""
+"""Accumulation dtypes and a counter-based hash, which all other packages share."""

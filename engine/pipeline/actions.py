@@ -3,7 +3,7 @@
     1F1B, pp 2, 3 microbatches            a row per pp rank, its compute actions in order
 
         rank 0: 0F0 0F1 0B0 0F2 0B1 0B2       0F1 = chunk 0, forward, microbatch 1
-        rank 1: 0F0 0B0 0F1 0B1 0F2 0B2       chunk = number of a stage on its rank, 0 .. vpp - 1
+        rank 1: 0F0 0B0 0F1 0B1 0F2 0B2       chunk = index of a stage on its rank, 0 .. vpp - 1
 
 A schedule holds compute only; `triaxis.engine.pipeline.lowering` derives its sends and receives.
 """
@@ -20,7 +20,7 @@ __all__ = ["Action", "Kind", "Output", "Placement", "Schedule"]
 
 
 class Kind(StrEnum):
-    """A stage's work on a microbatch. `B` is `I` and `W` in one."""
+    """A kind of work that a stage does on a microbatch; `B` does the work of `I` and `W` together."""
 
     F = "F"
     """Forward."""
@@ -33,12 +33,12 @@ class Kind(StrEnum):
 
     @property
     def words(self) -> str:
-        """The kind in words for people."""
+        """The kind in words, such as "input gradient"."""
         return {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[self]
 
 
 class Output(NamedTuple):
-    """A result that another stage takes: an activation (F), or an input gradient (B, also after an `I`)."""
+    """A result that another stage reads: an activation (kind F), or an input gradient (kind B, even if an `I` computed it)."""
 
     stage: int
     kind: Kind
@@ -85,9 +85,10 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def input_of(self, stage: int, action: Action) -> Output | None:
-        """Return the output that `action` on `stage` takes from another stage; None: it takes none.
+        """Return the other stage's output that `action` on `stage` reads; None: it reads none.
 
-        The last stage starts its backward from its own forward, and a `W` works on what its `I` left on the rank.
+        It reads none if it is the last stage's backward, which starts from its own forward, or a `W`, whose operands its `I` left
+        on the rank.
         """
         if action.kind is Kind.F:
             return Output(stage - 1, Kind.F, action.microbatch) if stage > 0 else None

@@ -1,11 +1,11 @@
 """Runs a lowered schedule on one pipeline rank.
 
-The executor has no code for 1F1B or interleaving: it walks the list of instructions that the checker proved and the
-simulator timed. For each action:
+The executor has no code for 1F1B or interleaving: it runs the list of instructions that `validate.py` checked and `simulate.py`
+timed. For each action:
 
     F   take the input (tokens on the first stage), run the chunk, hand the output over
     B   take the output's gradient (given on the last stage), run the backward, hand the input's gradient over
-    I   the same, keeping the weight-gradient GEMMs for later     W   run them
+    I   as B, but keep the weight-gradient GEMMs for later     W   run these GEMMs
 
 Between a microbatch's F and B, the rank keeps the input and an edge into the autograd graph, but not the output. Once the
 output is sent, its memory is free.
@@ -37,7 +37,7 @@ class ChunkFunction(Protocol):
 
 @dataclass(slots=True)
 class _Kept:
-    """The memory that a chunk keeps for a microbatch between its forward and its backward."""
+    """The input and the output's autograd edge, which a chunk keeps for a microbatch between its forward and its backward."""
 
     x: torch.Tensor | None
     edge: GradientEdge
@@ -45,7 +45,7 @@ class _Kept:
 
 @dataclass(eq=False)
 class Executor:
-    """One rank's engine for programs.
+    """One rank's interpreter of programs (lowered schedules).
 
     It interprets instructions instead of having a loop for each schedule. What runs is therefore the very list that was checked
     for deadlocks, and a new schedule needs no code here. State that outlives a run is kept here. One run's state (arrivals,
@@ -84,20 +84,21 @@ class Executor:
         """Run the program; gradients go to the main grads.
 
         Args:
-            program: program lowered for this topology's pp, with as many microbatches.
+            program: program for this topology's pp size and for as many microbatches as are given.
             microbatches: one batch per microbatch; every stage gets it.
-            output_grad: gradient for each of the last stage's outputs, with as many elements; None: the program has no backward.
+            output_grad: the gradient that every output of the last stage gets, with as many elements as an output; None: the
+                program has no backward.
             observers: additional observers for this run alone, called after the executor's.
 
         Returns:
-            The last stage's outputs in microbatch order, detached; empty on ranks that do not hold it.
+            The last stage's outputs in microbatch order, detached; an empty list on ranks without the last stage.
         """
         return _Run(self, program, microbatches, function, output_grad, observers).run()
 
 
 @dataclass(eq=False)
 class _Run:
-    """One walk through a program."""
+    """One run of a program, with the state that ends with it."""
 
     executor: Executor
     program: Program

@@ -10,20 +10,20 @@ ranks post a group's transfers in ONE order. Its key is a time in the schedule's
 
     time(transfer) = max(end of the action that produces, end of the action two before the one that consumes)
 
-The second term is the moment from which the receiver may post: before the action that precedes the consumer. So the transfer
-overlaps that action, and a rank holds at most one early receive buffer per direction (and chunk).
+The second term is the moment from which the receiver may post: just before the action that precedes the consumer. So the transfer
+overlaps this preceding action, and a rank holds at most one early receive buffer per direction (and chunk).
 
-**Late receives.** A program's second form posts each receive right before its consumer, or before the weight-gradient
-actions that precede it. The second term is then the end of the action before. Every transfer is exposed, but no
-receive waits on the device during an action that could block the whole device. The first run after a start uses this form.
-Kernels are loaded and memory is allocated then, and both may wait for all the device's work.
+**Late receives.** A program's second form posts each receive right before its consumer, or before the weight-gradient actions that
+precede the consumer. The second term is then the end of the action just before the consumer. Every transfer is exposed, but no
+receive waits on the device during an action that could block the whole device. The first run after a start uses this form. Kernels
+are loaded and memory is allocated then, and both may wait for all the device's work.
 
 **Grouping.** NCCL does not define what happens when a pair's transfers are grouped at one end and separate at the other.
 A group call is therefore split until each pair's transfers are grouped alike at both ends.
 
-**Why no deadlock.** A rank posts a transfer by `time` at the latest, since all actions before the post end by then. All
-transfers before it in the order are done by `time`, and its consumer starts at `time` or later. So the timeline itself
-is an execution of the program under NCCL's rules. (`triaxis.engine.pipeline.validate` does not rely on this: it runs the program.)
+**Why no deadlock.** A rank posts a transfer by `time` at the latest, since all actions before the post end by then. All transfers
+earlier in the order are done by `time`, and the transfer's consumer starts at `time` or later. So the timeline itself is an
+execution of the program under NCCL's rules. (`triaxis.engine.pipeline.validate` does not rely on this: it runs the program.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +44,8 @@ class Transfer(NamedTuple):
     """One tensor that goes from one rank to another.
 
     Attributes:
-        direction: the group it uses.
-        source, destination: pp ranks, never the same.
+        direction: `forward` or `backward`, which names the group that carries the tensor.
+        source, destination: the sending and the receiving pp rank, which differ.
         stage: the stage that receives.
         microbatch: the tensor's microbatch.
     """
@@ -67,7 +67,7 @@ class Transfer(NamedTuple):
 class Post:
     """One asynchronous call on one group: all its transfers are posted together and progress together.
 
-    The rank that holds the post is each transfer's source or destination.
+    The rank that runs the post is the source or the destination of each transfer.
     """
 
     direction: Direction
@@ -81,11 +81,11 @@ Instruction = Post | Action
 class Program:
     """A lowered schedule: posts and actions in order, per pp rank.
 
-    An action first waits for the receive that feeds it. A send follows the action that produced its data; nothing
-    waits for sends.
+    An action first waits for the receive that brings its input. A send follows the action that produced its data; nothing waits for
+    sends.
 
     Attributes:
-        receives: form of the program, early or late.
+        receives: form of the program: receives are posted one action ahead (`early`) or right before their consumer (`late`).
     """
 
     schedule: Schedule
@@ -100,8 +100,8 @@ class _Timed:
     Attributes:
         time: key in the common order, see the module's docstring.
         after_producer: number of the source's actions that must come before the send.
-        receive_from: number of the destination's actions before the earliest receive.
-        consumer_start: time at which its data is needed.
+        receive_from: number of the destination's actions before the earliest point at which it may post the receive.
+        consumer_start: time at which the action that reads the tensor starts.
     """
 
     transfer: Transfer
@@ -112,16 +112,16 @@ class _Timed:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The sorting key: among transfers at one moment, the one nearer to the start of its pass goes first.
+        """The sorting key: by time, then by the stage's distance from the start of the pass, then by microbatch.
 
-        A rank in its warm-up then receives the next microbatch while it computes, before it sends this one.
+        A rank in its warm-up thus receives the next microbatch, while it computes, before it sends the current one.
         """
         stage = self.transfer.stage
         return (self.time, stage if self.transfer.direction == "forward" else -stage, self.transfer.microbatch)
 
 
 def feeding_transfer(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """Find the transfer that a rank's action waits for; None: its input is made on this rank, or it has none."""
+    """Find the transfer that a rank's action waits for; None: the action's input is computed on this rank, or it has no input."""
     placement = schedule.placement
     stage = placement.stage_of(rank, action.chunk)
     source = schedule.input_of(stage, action)
@@ -136,10 +136,10 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
     Args:
         schedule: every rank's complete compute actions.
-        receives: form of the program; the late one is for the first run after a start.
+        receives: form of the program; `late` is for the first run after a start.
 
     Raises:
-        ScheduleError: the actions wait for each other in a circle, or for actions that are not there.
+        ScheduleError: the actions wait for each other in a circle, or for actions that are missing.
     """
     # Uniform costs, not measured ones: each rank lowers the schedule by itself, and all must arrive at one order.
     timeline = simulate(schedule, Costs.uniform(schedule.placement.num_stages))
@@ -203,7 +203,7 @@ def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lea
 
 @dataclass(slots=True)
 class _Placed:
-    """A rank's group call before its action number `position`."""
+    """One group call of a rank, placed before the rank's action with index `position`."""
 
     position: int
     transfers: list[Transfer]
@@ -266,7 +266,7 @@ def _group_alike(placed: list[list[_Placed]]) -> None:
 def _first_grouped_otherwise(
     rank: int, transfers: Sequence[Transfer], group_of: Mapping[tuple[int, Transfer], int]
 ) -> int | None:
-    """Find the first transfer that its peer does not group with the pair's previous one; None: there is none."""
+    """Return the index of the first transfer that its peer groups apart from the pair's previous transfer; None: there is none."""
     last_of: dict[int, Transfer] = {}
     for place, transfer in enumerate(transfers):
         peer = transfer.source + transfer.destination - rank

@@ -26,14 +26,14 @@ class StageTensor:
 class Transport:
     """The tensors between stages that one rank sends and receives during one run of a program.
 
-    An action takes its input by identity, no matter whether a peer sent it or this rank made it. A loop and a V are thus one
-    case. Each receive gets a new buffer, which stays on as its stage's input until the backward. A ring of fixed buffers would
-    need a copy. A sent tensor is held until its send has completed, and a later post releases it. Nothing waits for a send
-    before the end of the run.
+    An action asks for its input by `StageTensor`, whether a peer sent the input or this rank computed it. So placements in a loop
+    and in a V need no separate code. Each receive gets a new buffer, which serves as the stage's input until the backward; with a
+    ring of fixed buffers, the input would have to be copied out. A sent tensor is held until its send has completed; the next post
+    after that releases it. Nothing waits for a send before the end of the run.
 
     Args:
         axes: the two pipeline axes by direction.
-        shape, dtype, device: common to every activation and its gradient.
+        shape, dtype, device: properties of every activation and of its gradient.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Transport:
                 self._sent.append(pending)
 
     def hand_over(self, key: StageTensor, tensor: torch.Tensor, *, local: bool) -> None:
-        """Give a tensor to the stage that `key` names: keep it if that stage is on this rank, else leave it to its post."""
+        """Give a tensor to the stage that `key` names: keep it if that stage is on this rank, else hold it for the post."""
         if local:
             self._arriving[key] = Pending(tensor)
         else:
             self._leaving[key] = tensor.contiguous()
 
     def take(self, key: StageTensor) -> torch.Tensor:
-        """Wait for the tensor that was handed over, and return it."""
+        """Return the tensor that a peer sent or this rank handed over, after waiting for its arrival."""
         return self._arriving.pop(key).wait()
 
     def finish(self) -> None:

@@ -5,10 +5,10 @@ Receives are posted early, ahead of need, or late, right before their use:
     run      1      2  3  4 ...     k          k+1 ... k+STEPS_AFTER_RETRY     ...
     form     late   early           (retry)    late                            early
 
-The first run after a start loads kernels and allocates memory. Both may make the host wait for all work on its GPU. A receive
-that was posted early spins on that GPU until its peer sends. The peer may wait in the same way, and then both are stuck. The
-same can happen if the allocator runs short, frees memory and tries again (retry). Late receives cannot deadlock
-(`triaxis.engine.pipeline.validate`).
+The first run after a start loads kernels and allocates memory. Both may make the host wait for all work on its GPU. A receive that
+was posted early spins on that GPU until its peer sends. The peer may wait in the same way, and then both are stuck. The same can
+happen if the allocator runs short, frees memory and tries again (retry). With late receives this cannot deadlock, as
+`triaxis.engine.pipeline.validate` proves for each program.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ STEPS_AFTER_RETRY = 10
 class Programs:
     """Both programs for one schedule.
 
-    Every rank takes the same runs in the same order, and calls `receive_late` between the same two runs.
+    All ranks do the same runs in the same order, and call `receive_late` between the same two runs.
 
     Args:
         schedule: every rank's complete compute actions.
@@ -60,7 +60,7 @@ class Programs:
         self._late_runs = max(self._late_runs, num_runs)
 
     def receive_early(self) -> None:
-        """Use the early form from the next run on, as if the first were over."""
+        """Use the early form from the next run on, even if that is the first run."""
         self._late_runs = 0
 
     @property
@@ -72,7 +72,8 @@ class Programs:
 def schedule_file_runs(subject: Subject) -> Iterator[Problem]:
     """Yield a problem if `schedule.file` lacks an action, has one out of order, or deadlocks in either form.
 
-    Only callers that start or check a run apply this rule: it reads what no rule in `triaxis.engine.config` can.
+    Only callers that start or check a run apply this rule. It cannot be in `triaxis.engine.config`, which does not import the
+    pipeline.
     """
     file = subject.config.schedule.file
     # Other rules report a file that is not a training schedule, or has too few rows.

@@ -1,15 +1,15 @@
 """Executes many ranks' calls without devices, under rules stricter than NCCL's and gloo's.
 
-A rank is a row of calls and steps. A step is a computation, or a wait, that needs some of its rank's earlier calls. These rules
-always hold:
+A rank is a row of calls and steps. A step is a computation or a wait that needs some of its rank's earlier calls to be complete.
+These rules always hold:
 
     channel      (communicator, rank): one FIFO of calls. PyTorch runs a process group's calls on one stream, so a call
-                 waits for the one before it even where their peers differ.
+                 waits for the previous one even if their peers differ.
     rendezvous   a send completes only together with its receive. No buffering, not even of one message.
-    order        no tags: the k-th send from a to b meets the k-th receive at b from a, whatever their contents.
+    order        no tags: the k-th send from rank a to b meets the k-th receive at b from a, whatever their contents.
     group call   the messages of the call at the head progress together, each with the head of its peer. The call completes
                  as a whole (a backend gives one handle for it), then the next one begins.
-    collective   completes when it is the head at every member, and is the same there.
+    collective   completes when the same collective is the head at every member.
     blocked head a call whose peer does not come blocks all later calls in its channel.
     step         begins when the calls that it needs have completed. Posting never waits.
 
@@ -22,8 +22,8 @@ always hold:
     one queue    streams that share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) start in the order of their launch. Nothing
                  after a call is launched before the call has started, which is when it is the head of its channel.
 
-Each rule only takes possibilities away, and what can happen stays possible until it happens. So one execution decides for all
-speeds of ranks and links. A program that ends under all rules together ends under each of them alone.
+Each rule only forbids steps of the execution, and a step that can happen stays possible until it happens. So one execution decides
+for all speeds of ranks and links. A program that ends under all rules together ends under each of them alone.
 """
 
 from collections import deque
@@ -72,9 +72,9 @@ class Step:
     """A computation or a wait on one rank.
 
     Attributes:
-        after: positions in the row, for the calls that it needs.
-        needs: a fact that another step, on any rank, makes; None: none.
-        makes: a fact that holds on all ranks once the step has run; None: none.
+        after: positions in the rank's row of the calls that must complete before the step begins.
+        needs: a fact that must hold before the step begins; another step, on any rank, has it as `makes`. None: no fact.
+        makes: a fact that holds on all ranks once the step has run; None: no fact.
     """
 
     after: tuple[int, ...] = ()
@@ -102,7 +102,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two ends of a call that differ.
+    """Two ends of one call that do not fit together.
 
     Attributes:
         reason: `content`: the ends are different messages or collectives; `connections`: a first use would open different
@@ -120,7 +120,13 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An unmet call at the head of its channel."""
+    """A call at the head of its channel that has not completed when no rank can go on.
+
+    Attributes:
+        place: the call's rank and position in its row.
+        open: the call's messages that have not met their other end.
+        num_behind: number of later calls in the channel, which this one blocks.
+    """
 
     place: Place
     open: tuple[MessageEnd, ...]
@@ -160,10 +166,10 @@ def execute(
     Args:
         rows: each rank's row, by rank.
         members: ranks that meet in a communicator's collectives, by communicator; one that carries only messages needs no entry.
-        rules: rules beyond those that always hold; None: no more.
+        rules: rules beyond those that always hold; None: no further rules.
 
     Returns:
-        None when every row ended and every call completed, else the first conflict, or what was stuck in the end.
+        None if every row ended and every call completed. Otherwise the first conflict, or the ranks and calls that are stuck.
     """
     return _Execution(rows, members, rules or Rules()).run()
 
@@ -263,7 +269,7 @@ class _Execution:
         return True
 
     def _progress(self, communicator: Hashable, rank: int) -> None:
-        """Match a channel's head, and the calls after it, with its peers' heads, as far as it goes."""
+        """Match a channel's head with its peers' heads, then the next call, until one does not complete."""
         agenda = [rank]
         while agenda and self.conflict is None:
             at = agenda.pop()

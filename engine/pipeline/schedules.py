@@ -7,9 +7,10 @@
     zbv           two chunks per rank in a V, weight gradients in the bubble: at most p microbatches of a rank's layers
     forward_only  FFFF            validation and generation
 
-A rank runs its forwards in one fixed order and its backwards in another. A schedule is those two orders and the number
-of forwards before the first backward (the warm-up). The schedules here are one function with different numbers; those that
-split a backward in two are in `triaxis.engine.pipeline.zero_bubble`.
+m is the number of microbatches, p the number of pp ranks, r a rank's index, v = vpp. "In flight" are microbatches whose forward has
+started and whose backward has not ended. A rank runs its forwards in one fixed order and its backwards in another. A schedule is
+those two orders and the number of forwards before the first backward (the warm-up). The schedules here are one function with
+different numbers; those that split a backward in two are in `triaxis.engine.pipeline.zero_bubble`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,22 +29,28 @@ from triaxis.engine.pipeline.zero_bubble import zb_h1, zbv
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
-    """Run all forwards, then all backwards (1811.06965). In flight: m. Bubble: (p - 1)/m of the ideal time."""
+    """Build a schedule of all forwards, then all backwards (1811.06965).
+
+    In flight on every rank: m microbatches. Bubble: (p - 1)/m of the ideal time.
+    """
     return _warm_up_then_alternate("gpipe", pp, 1, num_microbatches, lambda rank: num_microbatches)
 
 
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
-    """Run 1F1B (PipeDream-flush, 2006.09503). In flight on rank r: min(p - r, m). Bubble: (p - 1)/m of the ideal time."""
+    """Build the 1F1B schedule (PipeDream-flush, 2006.09503).
+
+    In flight on rank r: min(p - r, m) microbatches. Bubble: (p - 1)/m of the ideal time.
+    """
     # Before rank r gets its first gradient, microbatch 0 passes the p - r - 1 ranks below and one more forward runs here.
     return _warm_up_then_alternate("1f1b", pp, 1, num_microbatches, lambda rank: pp - rank - 1)
 
 
 def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Run interleaved 1F1B (2104.04473, section 2.2), for any number of microbatches.
+    """Build the interleaved 1F1B schedule (2104.04473, section 2.2), for any number of microbatches.
 
-    Microbatches go through a rank's chunks in groups of pp; the last group may have fewer. In flight on rank r:
-    min(m v, 2(p - r - 1) + (v - 1)p + 1) if m is a multiple of p; never more otherwise. Bubble: (p - 1)/(v m) of the
-    ideal time. With a partial last group, the ranks wait for each other up to p - (m mod p) slots per chunk more.
+    Microbatches go through a rank's chunks in groups of pp; the last group may have fewer. On rank r, min(m v, 2(p - r - 1) + (v -
+    1)p + 1) microbatch-chunks are in flight if m is a multiple of p, and at most so many if not. Bubble: (p - 1)/(v m) of the ideal
+    time. A partial last group makes the ranks wait for each other for up to p - (m mod p) further slots per chunk.
     """
     # A group has passed the first v - 1 chunks after (v - 1)p forwards; then microbatch 0 still has to go down to the
     # last rank and its gradient back up, p - r - 1 slots each way.
@@ -66,19 +73,19 @@ BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
 
 
 def of_step(config: Config, sizes: ParallelSizes) -> Schedule:
-    """Build a training step's schedule, or take that of `schedule.file`.
+    """Build a training step's schedule, or read it from `schedule.file`.
 
     Raises:
-        ScheduleError: the file's sizes differ from the step's.
+        ScheduleError: the file has a different pp or vpp, or fewer microbatches. If it has more, the first ones are used.
     """
     return of_config(config, sizes.pp, sizes.vpp, batch_plan(config, sizes.dp).num_microbatches)
 
 
 def of_config(config: Config, pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Build the training schedule that a configuration names, or take that of its file, for other sizes than its own.
+    """Build the training schedule that a configuration names, or read it from the configuration's file, for the given sizes.
 
     Raises:
-        ScheduleError: the file has a different pp or vpp, or fewer microbatches. If it has more, the first ones are taken.
+        ScheduleError: the file has a different pp or vpp, or fewer microbatches. If it has more, the first ones are used.
     """
     file = config.schedule.file
     if file is None:
@@ -98,14 +105,14 @@ def of_config(config: Config, pp: int, vpp: int, num_microbatches: int) -> Sched
 
 
 def from_rows(text: ScheduleText) -> Schedule:
-    """Build a schedule from a text whose words are actions."""
+    """Build a schedule from rows of words, each the text of one action (`Action.parse`)."""
     rows = tuple(tuple(Action.parse(word) for word in row) for row in text.rows)
     placement = Placement(text.pp, text.vpp, text.is_v)
     return Schedule(text.name, placement, text.num_microbatches, text.forward_only, rows)
 
 
 def title(config: Config) -> str:
-    """Name a run's training schedule, with the file that it is from."""
+    """Return the name of a run's training schedule, followed by its file if there is one."""
     file = config.schedule.file
     return resolve(config.schedule.name, config.parallel.vpp) if file is None else f"{file.text.name}, from {file}"
 
@@ -147,7 +154,7 @@ def _require_positive(**sizes: int) -> None:
 def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) -> list[Action]:
     """List one pass over all microbatches: groups of pp, each whole group through all chunks in the order given.
 
-    The last group is whole too: up to pp - 1 microbatches in it do not exist.
+    The last group is whole too, so up to pp - 1 of its microbatches do not exist; the caller drops their actions.
     """
     return [
         Action(kind, chunk, microbatch)
@@ -160,9 +167,9 @@ def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) ->
 def _warm_up_then_alternate(
     name: str, pp: int, vpp: int, num_microbatches: int, warm_up: Callable[[int], int]
 ) -> Schedule:
-    """Let rank r run `warm_up(r)` forwards, then a forward and a backward in turn, then the backwards that are left.
+    """Build a schedule: rank r runs `warm_up(r)` forwards, then a forward and a backward in turn, then the other backwards.
 
-    The order is made for whole groups of pp microbatches, and actions on microbatches that do not exist are left out. A
+    The order is computed for whole groups of pp microbatches, then actions on microbatches that do not exist are left out. A
     schedule that cannot deadlock still cannot after actions are removed. (Alternating over a shorter last group does deadlock.
     With pp 4, vpp 3 and 5 microbatches, rank 0 waits in 2F4 for rank 3, and rank 3 in 1B0 for rank 0.)
     """

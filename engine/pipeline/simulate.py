@@ -5,8 +5,8 @@
     rank 0 |F0|F1|   B0  |F2|   B1  | ...          busy
     rank 1    |F0|  B0   |F1|  B1   | ...          span = first start to last end; bubble = 1 - busy / span
 
-A transfer takes `transfer` between ranks and no time within a rank. It never blocks its sender, and never waits for
-bandwidth. With measured F, B, W and transfer times this gives the 1F1B bubbles in 2401.10241, table 5, to 4 digits.
+A transfer between ranks takes the time `Costs.transfer`; a hand-over within a rank takes none. It never blocks its sender, and
+never waits for bandwidth. With measured F, B, W and transfer times this gives the 1F1B bubbles in 2401.10241, table 5, to 4 digits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
     """Time every action in a schedule.
 
     Raises:
-        ScheduleError: costs for a different number of stages, or actions that wait for each other in a circle.
+        ScheduleError: the costs are for a different number of stages, or actions wait for each other in a circle.
     """
     check_costs(costs, schedule.placement.num_stages)
     placement = schedule.placement
@@ -141,7 +141,7 @@ def check_costs(costs: Costs, num_stages: int) -> None:
     """Refuse costs that do not have `num_stages` entries.
 
     Raises:
-        ScheduleError: a different number of entries.
+        ScheduleError: the costs have a different number of entries.
     """
     for name in ("forward", "input_grad", "weight_grad"):
         durations = getattr(costs, name)

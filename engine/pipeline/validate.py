@@ -1,12 +1,12 @@
 """Proves that a schedule, or a lowered program, runs to its end.
 
-**A schedule** is complete: per stage and microbatch one F, then one B, or one I and later one W; nothing else. And it can
-be ordered: run rank by rank, no action waits for ever for the one that feeds it.
+**A schedule** must be complete: per stage and microbatch one F, then one B, or one I and later one W; nothing else. It must also be
+possible to order it: if each rank runs its actions in turn, none waits for its input for ever.
 
-**A program** moreover sends each needed tensor once, after it exists, and receives it once, before it is needed. Both ends of a
-pair group its transfers alike. It also runs to its end under the rules in `triaxis.engine.pipeline.rendezvous`. These are NCCL's
-and not gloo's: with one hardware queue, and with the connections between ring neighbours open, as `Topology` leaves them. A
-program with late receives runs while kernels are loaded, so it also runs where every step waits for the whole device.
+**A program** must moreover send each needed tensor once, after it exists, and receive it once, before it is needed. Both ranks of a
+pair must group their transfers alike. It must also run to its end under the rules in `triaxis.engine.pipeline.rendezvous`. The
+check assumes NCCL rather than gloo, one hardware queue, and open connections between ring neighbours, as `Topology` leaves them. A
+program with late receives runs while kernels are loaded, so it must also end if every step waits for the whole device.
 """
 
 from collections import Counter
@@ -36,11 +36,12 @@ class ScheduleFacts:
     """Facts about a valid schedule; one entry per rank.
 
     Attributes:
-        peak_in_flight: largest number of microbatch-chunks whose F has started and whose B (or I) has not ended. Forward-only
-            ones do not count.
+        peak_in_flight: largest number of microbatch-chunks whose F has started and whose B (or I) has not ended. 0 in a
+            forward-only schedule.
         peak_held: largest number of microbatch-chunks whose I has ended and whose W has not.
-        peak_early_receives: largest number of receives in one direction and chunk that are posted while an action runs and feed a
-            later one: buffers besides those in flight. 0 for a schedule that is not lowered.
+        peak_early_receives: largest number of receives, in one direction and chunk, that are posted while an action runs but bring
+            a later action's input. They need buffers besides those of the microbatches in flight. 0 for a schedule that is not
+            lowered.
         num_transfers: the rank's sends and receives; 0 for a schedule that is not lowered.
     """
 
@@ -51,14 +52,15 @@ class ScheduleFacts:
 
 
 def check(subject: Schedule | Program, opened: Collection[Connection] | None = None) -> ScheduleFacts:
-    """Prove that a schedule or a program is right.
+    """Prove that a schedule or a program is complete, in order and free of deadlocks.
 
     Args:
         subject: the schedule or program that would run.
         opened: connections that are open before the first post; None: those that `Topology` opens.
 
     Raises:
-        ScheduleError: it is incomplete, out of order, or would deadlock; the message shows the rows with an arrow at the place.
+        ScheduleError: the subject is incomplete, out of order, or would deadlock. The message shows the rows with an arrow at the
+            place.
     """
     program = subject if isinstance(subject, Program) else Program(subject, subject.actions)
     if opened is None:
@@ -87,12 +89,12 @@ def ring_connections(pp: int) -> set[Connection]:
 
 
 def rules_for(receives: Receives, opened: Collection[Connection]) -> Rules:
-    """Build the rules that a program must keep together: late receives also run where each step waits for the device."""
+    """Build the rules under which a program must end; with late receives, each step moreover waits for the device."""
     return Rules(opened=opened, steps_synchronize=receives == "late", one_queue=True)
 
 
 def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list[tuple[Rules, str, str]]:
-    """List ever stricter rules, each with the cause of a deadlock that it finds first, and the remedy."""
+    """List ever stricter rules, each with the cause of the deadlocks that it is the first to find, and the remedy."""
     explained = [
         (
             Rules(),
@@ -122,7 +124,7 @@ def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list
 
 
 def _by_peer(rank: int, transfers: Sequence[Transfer]) -> list[frozenset[Transfer]]:
-    """Collect a call's transfers between the same two ranks, for each pair that has several."""
+    """Group a call's transfers by the peer of `rank`; leave out peers with a single transfer."""
     peers: dict[int, list[Transfer]] = {}
     for transfer in transfers:
         peers.setdefault(transfer.source + transfer.destination - rank, []).append(transfer)
@@ -152,7 +154,7 @@ class _Checker:
     # --- the actions -----------------------------------------------------------------------------------------------
 
     def check_actions(self) -> None:
-        """Check that every action belongs here and follows the one it continues, and that none is missing."""
+        """Check that every action exists once in this schedule, after the action that it continues, and that none is missing."""
         if len(self.rows) != self.placement.pp:
             raise ScheduleError(
                 f"schedule {self.schedule.name} has {len(self.rows)} rows for pp {self.placement.pp}: a row per rank. "
@@ -323,7 +325,7 @@ class _Checker:
     # --- the execution ---------------------------------------------------------------------------------------------
 
     def execute(self) -> None:
-        """Run to the end under all rules that apply together; after a failure, run again under fewer rules to name the cause."""
+        """Execute the program under all its rules at once; if it does not end, execute it under fewer rules to name the cause."""
         rows = {rank: self._row(rank) for rank in range(len(self.rows))}
         if not self.is_lowered:
             if isinstance(failure := execute(rows, {}), Stuck):

@@ -15,11 +15,12 @@ from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
 def zb_h1(schedule: Schedule) -> Schedule:
-    """Turn 1F1B into ZB-H1 (2401.10241, section 3 and figure 2): each backward is split, its weight gradients come later.
+    """Turn 1F1B into ZB-H1 (2401.10241, section 3 and figure 2): split each backward and run its weight gradients later.
 
-    A rank hands on its input gradient before it computes its weight gradients. The previous rank thus starts earlier, and weight
-    gradients fill the end of the step. Rank r holds back the weight gradients of at most r microbatches. In flight and held
-    together are at most p, as on 1F1B's first rank. Bubble: (p - 1)(T_F + T_B - T_W), where T_B covers the input gradient alone.
+    A rank sends its input gradient on before it computes its weight gradients. The previous rank thus starts earlier, and weight
+    gradients fill the end of the step. Rank r holds back the weight gradients of at most r microbatches. Microbatches in flight and
+    held back are together at most p, the number of ranks, as on 1F1B's first rank. The bubble is (p - 1)(T_F + T_B - T_W), with the
+    times of a forward, an input gradient alone (T_B) and weight gradients.
     """
     rows = []
     for rank, actions in enumerate(schedule.actions):
@@ -38,13 +39,14 @@ def zb_h1(schedule: Schedule) -> Schedule:
 
 
 def zbv(pp: int, num_microbatches: int) -> Schedule:
-    """Run ZBV (2401.10241, section 6): two half-stages per rank in a V, weight gradients apart and in the bubble.
+    """Build the ZBV schedule (2401.10241, section 6): two half-stages per rank in a V; weight gradients fill the bubble.
 
-    A microbatch passes the turn on the last rank and comes back to the first, where its backward starts. If F, I and W take
-    equally long, a rank waits p - 1 half-stage forwards, before its first forward or after its last action. In flight and
-    held together are at most 2 p half-stages on every rank, as much as the p microbatches on 1F1B's first rank.
+    A microbatch passes the turn on the last rank and comes back to the first, where its backward starts. If F, I and W take equally
+    long, a rank waits p - 1 half-stage forwards, before its first forward or after its last action. A rank has at most 2 p
+    half-stage microbatches in flight or held back, p being the number of ranks. That is as much as the p microbatches on 1F1B's
+    first rank.
 
-    The order is made for at least 2 p - 1 microbatches; actions on microbatches that do not exist are left out.
+    The order is computed for at least 2 p - 1 microbatches, then actions on microbatches that do not exist are left out.
     """
     most = max(2 * pp - 1, num_microbatches)
     rows = (tuple(a for a in _zbv_row(pp, rank, most) if a.microbatch < num_microbatches) for rank in range(pp))

@@ -1,13 +1,14 @@
 """The judgement of each step: continue, skip its update, return to a checkpoint, or stop the run.
 
-    fp16 gradients overflow                                               continues: the loss scale falls (`loss_scale.py`)
+    fp16 gradients overflow                                               continues: the loss scale falls
+                                                                          (`engine/optimizer/loss_scale.py`)
     a loss or gradient norm far above those of the last steps             continues without that update (`StepLimits`)
     no label in the global batch is counted                               continues without that update
     a loss or gradient that is not finite, or a loss above its limit      resilience.on_nonfinite
         stop        no update from that step on; the error names the first rank and module
         skip        no update in that step; its samples stay consumed
         rollback    `engine/resilience/rollback.py`
-    replicas that differ                                                  always stops
+    replicated weights that differ                                        always stops
 
 All ranks read the same numbers for the same step at the same point in the loop, so they decide alike.
 """
@@ -29,13 +30,13 @@ from triaxis.engine.telemetry.record.events import EventKind
 
 
 class GuardNotices(Protocol):
-    """Receiver of events; called on every rank, with the same arguments."""
+    """Receiver of events; it is called on every rank, with the same arguments."""
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None: ...
 
 
 class OneStep(Protocol):
-    """A source that reads one step's batches again."""
+    """A source that reads the batches of one step again."""
 
     def next_step(self) -> Sequence[Any]: ...
     def close(self) -> None: ...
@@ -45,9 +46,9 @@ class Guard:
     """The guard of one run's steps, on every rank.
 
     Args:
-        engine: engine that makes the steps.
-        history: the run's history.
-        open_batches: function that opens this rank's batches at a number of consumed samples, to repeat a step.
+        engine: engine that runs the steps.
+        history: the run's recent losses, skipped samples and rollbacks (`triaxis.engine.checkpoint.history`).
+        open_batches: function that opens this rank's batches after a number of consumed samples, to repeat a step.
         notices: receiver of the events.
     """
 
@@ -64,17 +65,17 @@ class Guard:
         self._last_alike: int | None = None
 
     def limits(self, step: int) -> StepLimits:
-        """Largest numbers with which step `step` (from 0) may update the weights."""
+        """Return the largest loss and gradient norm with which step `step` (from 0) may update the weights."""
         return self._history.limits(step, self._config)
 
     def before_update(self, step: int) -> None:
-        """Start a replica check if one is due; gradients are complete, and weights still those that produced them."""
+        """Start a replica check if one is due. Gradients are complete, and weights are still the ones that produced them."""
         every = self._config.replica_check_interval
         if every is not None and (step + 1) % every == 0:
             self._replicas.post(step)
 
     def judge(self, step: int, result: StepResult) -> None:
-        """Judge a step by its numbers; steps come in order.
+        """Judge a step by its numbers, and report any trouble; steps come in order.
 
         Raises:
             DivergenceError: the run cannot continue.
@@ -130,7 +131,7 @@ class Guard:
         )
 
     def _leave_out(self, step: int, result: StepResult, samples: tuple[int, int]) -> None:
-        """Report an outlier step.
+        """Report an outlier step, whose update was skipped.
 
         Raises:
             DivergenceError: too many updates in a row were skipped.

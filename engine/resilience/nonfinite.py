@@ -7,9 +7,10 @@ microbatches give the same values again. While they run, each rank checks
     outputs of modules, forward      in execution order; inner modules before those that contain them
     gradients, backward              those that arrive at module outputs, and main grads as they accumulate
 
-and the earliest over all ranks is reported: weights first, then by microbatch, forward before backward, along the model, then by
-rank. (One tp rank's value reaches the others one collective later, and a stage's value reaches the next stage later, so those are
-later in this order. Other data-parallel ranks never see it before the gradients are summed.)
+Then the earliest non-finite value on any rank is reported. Weights come first, then each microbatch's forward from the first stage
+to the last and its backward from the last stage to the first; ties are ordered by rank. (One tp rank's value reaches the
+other tp ranks one collective later, and a stage's value reaches the next stage later, so such copies are later in this order. Other
+data-parallel ranks never see the value before the gradients are summed.)
 """
 
 import json
@@ -32,7 +33,7 @@ _FORWARD, _BACKWARD = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One checked value: its place in the module docstring's order, and whether it is finite (on the device)."""
+    """One checked value: its place in the order that the module describes, and whether it is finite (a bool on the device)."""
 
     order: tuple[int, ...]
     what: str
@@ -45,9 +46,9 @@ class FirstNonFinite:
     """The first non-finite value.
 
     Attributes:
-        rank: rank that produced it; None if no rank finds one.
-        what: description, such as "the output of layers.2.mlp (stage 0) in the forward of microbatch 3"; if no rank finds one,
-            what that means.
+        rank: rank that produced the value; None if no rank finds a non-finite value.
+        what: description, such as "the output of layers.2.mlp (stage 0) in the forward of microbatch 3"; if `rank` is None, what it
+            means that no value was found.
         sample_ids: the microbatch's sample ids; empty if the value belongs to no microbatch.
     """
 
@@ -65,10 +66,10 @@ class FirstNonFinite:
 def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
     """Repeat a step's forward and backward and find the first non-finite value; every rank calls it.
 
-    Main grads are overwritten, nothing is updated.
+    Main grads are overwritten; weights stay as they are.
 
     Args:
-        engine: engine that has the step's weights, or the nearest that exist.
+        engine: engine that holds the step's weights, or weights as near to them as exist.
         microbatches: this rank's microbatches in the step.
 
     Returns:
@@ -95,7 +96,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
 
 
 class _Watch:
-    """A search through one rank's values in one step; nothing is read from the device before `first`."""
+    """The checks of one rank's values in one repeated step; nothing is read from the device before `first`."""
 
     def __init__(self, engine: Engine, microbatches: Sequence[Any]) -> None:
         self._engine = engine
@@ -156,7 +157,7 @@ class _Watch:
             self._look(grad, self._backward_order(action, stage), words, self._sample_ids(action))
 
     def grad_added(self, parameter: ShardedParameter) -> None:
-        """Check the main grad to which a gradient was added."""
+        """Check a parameter's main grad after a gradient was added to it."""
         action = self._action()
         if action is not None:
             words = f"the gradient of {parameter.record.name} in the backward of microbatch {action.microbatch}"
@@ -182,7 +183,10 @@ class _Watch:
 
 
 def module_title(chunk: nn.Module, path: str) -> str:
-    """Find a module's global name, `layers.5.mlp` for `blocks.1.mlp`, from the outermost module on its path with a `name`."""
+    """Find a module's global name, such as `layers.5.mlp` for `blocks.1.mlp`.
+
+    The outermost module on the path with a `name` gives the beginning; the rest of the path follows it.
+    """
     parts = path.split(".") if path else []
     for depth in range(1, len(parts) + 1):
         name = getattr(chunk.get_submodule(".".join(parts[:depth])), "name", None)

@@ -7,14 +7,15 @@
     key/value weights, where kv heads < tp                      kv_replicas
     tied embedding                                              ends (first and last stage)
 
-The check runs every K steps, after the gradients and before the update, on the weights that the step has used. (An update rewrites
-all weights from their owners, so a wrong copy is seen before it or never.) A fingerprint is the sum of a weight's bits as integers,
-modulo 2^64: one flipped bit always changes it. All ranks on an axis take the maximum of [sums, ~sums] in one small all-reduce; if
-the two halves disagree, so do the ranks. Nothing is read from the device before the step's numbers are.
+The check runs every K steps, after the gradients and before the update, on the weights that the step has used. (It must come before
+the update, which overwrites all copies with their owners' values.) A fingerprint is the sum of a weight's bits as integers, modulo
+2^64: one flipped bit always changes it. All ranks on an axis compute the maximum of [sums, ~sums] in one small all-reduce. The
+halves of the result are each other's complement only if all ranks have equal sums. The host reads the result together with the
+step's other numbers.
 
-Not covered: main grads, activations, and state that ZeRO-1 holds once (master weights and moments; in fp32 and float64 the owner's
-weights are the masters). Such a fault spreads to all replicas alike. It shows only if several owners hold the same state (norms
-over tp).
+The check does not cover main grads, activations, and state that ZeRO-1 holds only once: master weights and moments (in fp32 and
+float64 the owner's weights are the master weights). A fault in these spreads to all replicas alike. It shows only if several owners
+hold the same state, as for norms over tp.
 """
 
 from collections import Counter
@@ -38,12 +39,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """This rank's weights that the members of one axis replicate."""
+    """This rank's weights of which all ranks on one axis hold replicas."""
 
     axis: Axis
     names: tuple[str, ...]
     places: torch.Tensor
-    """int64 [weights]: indices among all of this rank's weights."""
+    """int64 [weights]: indices of the group's weights among all weights of this rank."""
 
 
 class ReplicaCheck:
@@ -59,7 +60,7 @@ class ReplicaCheck:
         self._posted: dict[int, tuple[torch.Tensor, HostCopy]] = {}
 
     def post(self, step: int) -> None:
-        """Post a comparison of the current weights, without waiting for the device."""
+        """Start a comparison of the current weights for step `step`, without waiting for the device."""
         engine = self._engine
         engine.buffers.wait_all()
         differing = torch.zeros(1, dtype=torch.int64, device=engine.topology.device)
@@ -72,7 +73,10 @@ class ReplicaCheck:
         self._posted[step] = sums, HostCopy(engine.topology.axis("world").all_reduce(differing, PURPOSE).wait())
 
     def read(self, step: int) -> list[str] | None:
-        """Read a step's comparison: a sentence per difference, the same on every rank; None if the step had none."""
+        """Read the comparison of step `step`: one sentence per difference, the same on every rank.
+
+        The list is empty if the replicas are equal. None: no comparison was posted for the step.
+        """
         if step not in self._posted:
             return None
         sums, differing = self._posted.pop(step)
@@ -103,9 +107,9 @@ def _groups(engine: Engine) -> Iterator[Group]:
 
 
 def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
-    """Sum the weight's bits as int64: over 64-bit words if it consists of whole words, else over its elements.
+    """Sum a weight's bits as int64: over 64-bit words if the weight consists of whole words, else over its elements.
 
-    Replicas have the same place in equal buffers, so all take the same path.
+    Replicas have the same offset in equal buffers, so all ranks choose the same words or elements.
     """
     flat = weight.detach().view(-1)
     per_word = 8 // flat.element_size()
@@ -115,7 +119,7 @@ def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(group: Group, sums: torch.Tensor) -> list[str]:
-    """Describe the differences in a group, on its first member; [] on all others."""
+    """Describe the differences in a group, on the axis's first member; [] on its other members. All members call it."""
     axis = group.axis
     by_rank = axis.all_gather(sums[group.places].view(1, -1), PURPOSE).wait().tolist()
     if axis.index:
@@ -128,7 +132,7 @@ def _differences(group: Group, sums: torch.Tensor) -> list[str]:
 
 
 def _odd_ranks(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-    """Find the ranks that differ from the majority; () if there is no majority."""
+    """Find the ranks whose value is not the majority's; () if there is no majority."""
     value, count = Counter(values).most_common(1)[0]
     return (
         tuple(rank for rank, one in zip(ranks, values, strict=True) if one != value) if 2 * count > len(ranks) else ()

@@ -1,10 +1,10 @@
 """A run's automatic return to a checkpoint (requested by `triaxis.engine.train.train`).
 
-    .. | step 40, saved | 41 | 42 | 43 is not finite     ->     step 40 again | 41 | 42 | 43 on the next samples | ..
+    .. | step 40, saved | 41 | 42 | 43 is not finite     ->     load step 40 | 41 | 42 | 43 on the next samples | ..
 
 Weights, moments and the position in the data come from the newest checkpoint before the step. The step's samples are skipped from
-now on (`engine/data/skipped.py`), so the run equals one that was configured from its start to skip them. The skipped samples are
-recorded beside the checkpoints before anything is loaded, and in every later checkpoint.
+now on (`engine/data/skipped.py`), so the run equals one that was configured from the start to skip these samples. They are recorded
+next to the checkpoints before anything is loaded, and in every later checkpoint.
 """
 
 from pathlib import Path
@@ -21,13 +21,13 @@ from triaxis.engine.steps_in_flight import RollbackRequested
 
 
 class Rollback:
-    """The rollback of one run.
+    """The rollback of one run; a call performs it.
 
     Args:
         engine: engine that receives the loaded state.
         directory: the run's checkpoints.
         data: data fingerprints, as checkpoints record them.
-        history: the run's history, changed here.
+        history: the run's history of skipped samples and losses; a call changes it.
         notices: receiver of the event.
     """
 
@@ -46,10 +46,10 @@ class Rollback:
         self._notices = notices
 
     def __call__(self, request: RollbackRequested) -> TrainingState:
-        """Load the newest checkpoint before the step, and skip the step's samples; every rank calls it.
+        """Load the newest checkpoint before the requested step, and skip that step's samples from now on; every rank calls it.
 
         Raises:
-            DivergenceError: the run has used up its rollbacks.
+            DivergenceError: the run has already used up its rollbacks (`resilience.max_rollbacks`).
             CheckpointError: there is no such checkpoint, or the skipped samples cannot be recorded.
         """
         history, most = self._history, self._engine.config.resilience.max_rollbacks

@@ -1,28 +1,28 @@
 """The run directory: everything that a run writes.
 
-    runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
-        config.yaml               resolved, with every default, from the last attempt that began
+    runs/<name>/                  name: runtime.name, else the config's stem; under SLURM <stem>-<jobid>, which requeues keep
+        config.yaml               resolved configuration with every default, from the last attempt that began
         extension/0123456789abcdef/   sources of `model.extension`, by the first 16 digits of their digest
         metrics.jsonl             one object per step, appended over all attempts
         events/node_00000.jsonl   starts, ends, validations, faults; a file per node (`triaxis.engine.telemetry.record.events`)
         logs/attempt_00/rank_00003.log
-        logs/attempt_00/banner.json                              rows of its banner: the next one shows what differs
+        logs/attempt_00/banner.json                              the attempt's banner; the next attempt shows what differs
         profile/attempt_00/rank_00003.steps_10_to_12.json.gz     with telemetry.profile
-        timeline.json  timeline/attempt_00/rank_00003.json       with telemetry.timeline: all ranks, and one rank's row
-        memory/attempt_00/rank_00003.pickle                      from a rank that ran out of GPU memory
+        timeline.json  timeline/attempt_00/rank_00003.json       with telemetry.timeline: all ranks' rows, and one rank's row
+        memory/attempt_00/rank_00003.pickle                      allocator snapshot of a rank that ran out of GPU memory
         hangs/attempt_00/report.json                             after a hang: which rank waits for which
         wandb/  wandb_id          one wandb run over all attempts
-        wandb_alerted             bytes of each file in events/ about which alerts were sent
+        wandb_alerted             number of bytes of each file in events/ for which alerts were sent
         tensorboard/
         checkpoints/              unless checkpoint.dir is set (`engine/checkpoint/directory.py`)
-        saved                     JSON; exists after the first checkpoint: this run never starts from random weights again
+        saved                     JSON; exists after the first checkpoint: no later attempt starts from random weights unasked
         finished                  JSON; exists after the last step
         starting_over             exists while a start from scratch was requested and has not begun yet
         lock                      held by rank 0 while the run lives
 
-Rank 0 calls `RunDirectory.create` and sends its attempt to the other ranks, which call `RunDirectory.join`. Once its engine is
-built and its checkpoint loaded, rank 0 calls `RunDirectory.begin`: an attempt that fails earlier leaves only its log. Accepted
-entries are defined in `engine/run/entries.py`.
+Rank 0 calls `RunDirectory.create` and sends the attempt's number to the other ranks, which call `RunDirectory.join`. Once its
+engine is built and its checkpoint loaded, rank 0 calls `RunDirectory.begin`; an attempt that fails before leaves only its log.
+`engine/run/entries.py` defines the entries and checks them.
 """
 
 import json
@@ -47,14 +47,14 @@ from triaxis.engine.storage.user_module import keep
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
-    """Return the run's name: `runtime.name`, else the config file's stem, with the job id under SLURM.
+    """Return the run's name: `runtime.name`; if it is not set, the config file's stem, followed by the job id under SLURM.
 
     A requeued job keeps its id, so it finds the directory that its earlier attempts used.
 
     Args:
         config: resolved configuration.
         stem: stem of the config's path ("gpt_tiny").
-        variables: environment; SLURM_JOB_ID is read (each task of an array has its own).
+        variables: environment variables; SLURM_JOB_ID is read (each task of a job array has its own).
     """
     if config.runtime.name is not None:
         return config.runtime.name
@@ -67,12 +67,12 @@ class RunDirectory:
 
     Attributes:
         path: the directory.
-        attempt: number of earlier attempts; for a finished run, its last attempt.
-        finished: results that `finish` wrote; None while the run is not done.
-        from_scratch: this attempt begins at step 0 whatever exists; set on rank 0.
-        swept: half-written checkpoints of dead attempts that were removed.
-        set_aside: folder of the checkpoints that were moved for a start from scratch.
-        num_losses: number of times rank 0 found the directory or the checkpoints removed or moved.
+        attempt: this attempt's number, from 0; if the run is finished, its last attempt's number.
+        finished: results that `finish` wrote; None while the run is not finished.
+        from_scratch: whether this attempt begins at step 0 even if checkpoints exist; set on rank 0 alone.
+        swept: names of half-written checkpoints of dead attempts, which `begin` removed.
+        set_aside: folder to which `begin` moved the checkpoints for a start from scratch; None if it moved none.
+        num_losses: number of times rank 0 has found the directory or the checkpoint folder removed or moved.
     """
 
     def __init__(self, path: Path, attempt: int, finished: Mapping[str, Any] | None) -> None:
@@ -91,20 +91,21 @@ class RunDirectory:
     def create(cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False) -> "RunDirectory":
         """Open the directory for a new attempt, on rank 0.
 
-        A finished run stays untouched unless the configuration now has more steps: `finished` holds its results, and there is
-        nothing to start. In any other run, only the locks and `logs/` change before `begin`.
+        If the run is finished, `from_scratch` is not set and the configuration plans no more steps, the directory stays as it is:
+        `finished` holds the results, and no attempt starts. In any other case, only the locks, `logs/` and `starting_over` change
+        before `begin`.
 
         Args:
             config: this attempt's configuration; `engine/checkpoint/resume_rules.py` has the rules for changes between attempts.
             runs_dir: parent of run directories.
             name: name of this run.
-            from_scratch: begin at step 0 whatever exists; `begin` moves checkpoints aside and removes none.
+            from_scratch: whether to begin at step 0 even if checkpoints exist; `begin` moves these aside and removes none.
 
         Raises:
             StorageError: the directory or the checkpoint folder cannot be written.
-            TriaxisError: the name is not a folder name; the directory or an entry links to another place; an entry is damaged or
-                foreign; the directory holds steps of a run with another configuration (attempts without a step protect nothing);
-                checkpoint.dir is in another run's directory; or a live run writes in one of the two folders.
+            TriaxisError: the name is not a folder name; the directory is a link, or an entry links to a place outside; an entry is
+                damaged or foreign; the directory holds steps of a run with another configuration (an attempt without a step does
+                not count); checkpoint.dir is in another run's directory; or a live run has locked one of the two folders.
         """
         path = _path_of(runs_dir, name)
         run = cls(path, 0, None)
@@ -134,7 +135,7 @@ class RunDirectory:
         return run
 
     def begin(self, config: Config) -> None:
-        """Make this attempt the directory's current one, on rank 0, once the engine is built and its state loaded.
+        """Make this attempt the directory's current one. Rank 0 calls it once the engine is built and its state loaded.
 
         A start from scratch moves earlier checkpoints aside. Half-written checkpoints of dead attempts are removed.
 
@@ -156,13 +157,13 @@ class RunDirectory:
         self._config = config
 
     def put_back(self) -> None:
-        """Restore the directory and the locks if they were removed or moved under this run; on rank 0, after `begin`.
+        """Restore the directory and the locks if they were removed or moved during this run. Rank 0 calls it, after `begin`.
 
-        `num_losses` counts these losses. A removed directory's content stays lost. `saved` is written again if the checkpoints
-        still exist in another folder; otherwise the next attempt would start from random weights.
+        `num_losses` counts such losses. A removed directory's content stays lost. But `saved` is written again if the checkpoints
+        still exist in another folder, because the next attempt would otherwise start from random weights.
 
         Raises:
-            TriaxisError: another live run uses one of the folders by now.
+            TriaxisError: another live run has locked one of the folders meanwhile.
             OSError: a folder or lock cannot be created.
         """
         missing = [lock for lock in self._locks if not lock.is_in_place()]
@@ -180,7 +181,7 @@ class RunDirectory:
     def look(
         cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False
     ) -> "RunDirectory | None":
-        """Return the directory if it holds a finished run of this configuration, else None; nothing is changed.
+        """Return the directory if it holds a finished run of this configuration, else None. Nothing is changed or locked.
 
         Raises:
             TriaxisError: see `create`; a live run is no error here.
@@ -200,7 +201,7 @@ class RunDirectory:
         return None
 
     def _check(self, config: Config, *, from_scratch: bool) -> Mapping[str, Any] | None:
-        """Refuse a directory in which this attempt cannot run; return a finished run's results.
+        """Refuse a directory in which this attempt cannot run; return the results if the run is finished, else None.
 
         Raises:
             TriaxisError: see `create`.
@@ -244,7 +245,7 @@ class RunDirectory:
 
     @property
     def is_starting_over(self) -> bool:
-        """Whether a start from scratch was requested and has not begun.
+        """Whether a start from scratch was requested and has not begun yet.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -253,11 +254,11 @@ class RunDirectory:
             return (self.path / STARTING_OVER).exists()
 
     def starts_over(self, *, from_scratch: bool, is_first_start: bool) -> bool:
-        """Whether an attempt begins at step 0 whatever exists.
+        """Whether an attempt begins at step 0 even if checkpoints exist.
 
         Args:
-            from_scratch: whether the user asked for it.
-            is_first_start: whether this is the command's first start; a restarted command resumes from what it has saved since.
+            from_scratch: whether the user asked for a start from scratch.
+            is_first_start: whether this is the command's first start. A restarted command resumes from what it has saved since.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -266,7 +267,7 @@ class RunDirectory:
 
     @classmethod
     def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
-        """Return the directory for every other rank, whether or not its node shares the first node's files."""
+        """Return the directory object for a rank other than 0, whether or not its node shares the first node's files."""
         return cls(_path_of(runs_dir, name), attempt, None)
 
     def checkpoints(self, config: Config) -> CheckpointDirectory:
@@ -319,7 +320,7 @@ class RunDirectory:
         return (self.path / SAVED).exists()
 
     def mark_saved(self, folder: Path, step: int) -> None:
-        """Record the first checkpoint: from now on the run resumes, and never starts from random weights unasked.
+        """Record that a checkpoint exists: from now on the run resumes, and starts from random weights only if asked to.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its place.
@@ -336,7 +337,7 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def finish(self, **results: Any) -> None:
-        """Mark the run as done: write `results` (steps, loss, val_loss, ...) as JSON, atomically.
+        """Mark the run as finished: write `results` (steps, loss, val_loss, ...) as JSON, atomically.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its place.
@@ -348,7 +349,7 @@ class RunDirectory:
         self.finished = results
 
     def finished_message(self, config: Config) -> str:
-        """Format the message for a finished run's repeated start: its results, and how to start another.
+        """Format the message for a start of a finished run: its results, and how to lengthen it or start another run.
 
         Args:
             config: configuration for this start.
@@ -368,7 +369,7 @@ class RunDirectory:
         )
 
     def next_start(self, config: Config) -> str:
-        """Describe, in a clause, what the next start of the same command does."""
+        """Describe, in a clause, what the same command will do when it is started again."""
         try:
             newest = max(self.checkpoints(config).steps(), default=0)
         except OSError as error:
@@ -378,7 +379,7 @@ class RunDirectory:
         return f"the same command goes on from step {newest:,}"
 
     def close(self) -> None:
-        """Release the locks, as the kernel does when this process dies."""
+        """Release the locks. If this process dies, the kernel releases them."""
         for lock in self._locks:
             lock.close()
         self._locks.clear()

@@ -1,6 +1,6 @@
 """The entries of a run directory: their names, and checks on what is there.
 
-Crashes, full disks and people leave a directory in any state, so every entry is checked before the first one is opened. A FIFO
+Crashes, full disks and people leave a directory in any state, so all entries are checked before any is opened. Otherwise a FIFO
 would block a rank forever, and a folder in a file's place would end the run hours later.
 """
 
@@ -27,9 +27,9 @@ from triaxis.engine.storage.user_module import EXTENSION
 
 METRICS = "metrics.jsonl"
 EVENTS = "events"
-"""Folder of event files, one per node."""
+"""Folder of event files, one file per node."""
 OLD_FILE = "events.jsonl"
-"""Event file for all nodes, in runs by earlier versions."""
+"""Single event file for all nodes, which earlier versions wrote."""
 SAVED = "saved"
 FINISHED = "finished"
 STARTING_OVER = "starting_over"
@@ -47,12 +47,12 @@ _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 
 
 def next_attempt(path: Path) -> int:
-    """Return the next attempt's number, from 0; other entries in `logs/` are ignored."""
+    """Return the next attempt's number, from 0; entries in `logs/` with other names are ignored."""
     return max(_attempts(path), default=-1) + 1
 
 
 def last_attempt(path: Path) -> int:
-    """Return the last attempt's number; 0 if there was none."""
+    """Return the last attempt's number, or 0 if there was no attempt."""
     return max(_attempts(path), default=0)
 
 
@@ -67,7 +67,7 @@ def events_file(run: Path, node: int) -> Path:
 
 
 def events_files(run: Path) -> list[Path]:
-    """Return a run directory's event files, by node; an older run's `events.jsonl` comes first."""
+    """Return a run directory's event files in the order of the nodes; an `events.jsonl` by an earlier version comes first."""
     return [path for path in (run / OLD_FILE,) if path.is_file()] + sorted((run / EVENTS).glob("node_*.jsonl"))
 
 
@@ -75,7 +75,7 @@ def check_links(path: Path) -> None:
     """Refuse links that lead out of the run directory: a run writes only where its configuration allows.
 
     Raises:
-        TriaxisError: there are such links; the message names them.
+        TriaxisError: some links lead out of the directory; the message names them.
     """
     inside = _resolved(path)
     links = [entry for entry in path.iterdir() if entry.is_symlink() and not _resolved(entry).is_relative_to(inside)]
@@ -87,15 +87,15 @@ def check_links(path: Path) -> None:
 
 
 def _resolved(path: Path) -> Path:
-    """Resolve all links in a path; circular links, for which `Path.resolve` raises, stay."""
+    """Resolve all links in a path. Circular links, for which `Path.resolve` raises, are kept."""
     return Path(os.path.realpath(path))
 
 
 def check_kinds(path: Path) -> None:
-    """Refuse unexpected kinds of entries in a run directory: a FIFO as `finished`, a folder as `metrics.jsonl`.
+    """Refuse entries in a run directory that are not what they should be: a FIFO as `finished`, a folder as `metrics.jsonl`.
 
     Raises:
-        TriaxisError: there are such entries; the message names all of them.
+        TriaxisError: some entries are of another kind; the message names all of them.
         OSError: an entry cannot be examined.
     """
     found = [*_of_other_kind(path, FILES, stat.S_IFREG), *_of_other_kind(path, FOLDERS, stat.S_IFDIR)]
@@ -106,10 +106,10 @@ def check_kinds(path: Path) -> None:
 
 
 def check_kinds_of_checkpoints(folder: Path) -> None:
-    """Refuse unexpected kinds of entries next to the checkpoints.
+    """Refuse `latest`, `skipped.json` and the lock in a checkpoint folder if they are not regular files.
 
     Raises:
-        TriaxisError: there are such entries; the message names all of them.
+        TriaxisError: some are of another kind; the message names all of them.
         OSError: an entry cannot be examined.
     """
     _refuse(folder, list(_of_other_kind(folder, (LATEST, SKIPPED, LOCK), stat.S_IFREG)))
@@ -135,13 +135,13 @@ def _of_other_kind(folder: Path, names: tuple[str, ...], kind: int) -> Iterator[
 
 
 def has_results(path: Path) -> bool:
-    """Whether an attempt has completed a step: then another configuration would mix two runs."""
+    """Whether an attempt has completed a step. If so, an attempt with another configuration would mix two runs."""
     metrics = path / METRICS
     return (path / CONFIG).is_file() and metrics.is_file() and metrics.stat().st_size > 0
 
 
 def check_same_config(path: Path, config: Config) -> None:
-    """Refuse a configuration that would mix two runs in the directory's metrics.
+    """Refuse a configuration with which the directory's metrics would mix two runs.
 
     Raises:
         TriaxisError: fields differ, or config.yaml is damaged; the message names the fields or the damage.
@@ -164,7 +164,9 @@ def check_same_config(path: Path, config: Config) -> None:
 
 
 def read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
-    """Read a finished run's results; None if it is unfinished, or can resume from a checkpoint because more steps are planned now.
+    """Read a finished run's results.
+
+    None if the run is not finished, or if the configuration now plans more steps and the run has saved a checkpoint to resume from.
 
     Raises:
         TriaxisError: `finished` is damaged.
@@ -212,7 +214,7 @@ def check_checkpoint_folder(folder: Path, run: Path) -> None:
         run: this run's directory; folders inside it are fine.
 
     Raises:
-        TriaxisError: the folder is this run's directory, or lies in that of another run, which the message names.
+        TriaxisError: the folder is this run's directory, or lies in another run's directory, which the message names.
         OSError: the path cannot be followed.
     """
     resolved, own = _resolved(folder), _resolved(run)

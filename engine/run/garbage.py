@@ -1,7 +1,7 @@
 """Python's cyclic garbage collector, run between steps, on all ranks after the same step.
 
-The automatic collector would run in the middle of a forward, on each rank at a different moment. All other ranks would wait in
-their next collective. Reference counts free the tensors, so little is left to collect.
+The automatic collector would run in the middle of a forward, on each rank at a different moment. All other ranks would then wait in
+their next collective. Tensors are freed by reference counts, so little is left to collect.
 """
 
 import gc
@@ -11,10 +11,10 @@ from types import TracebackType
 class GarbageCollection:
     """A context in which the automatic collector is off; `after_step` collects.
 
-    Objects that exist at entry (modules, the model) are excluded until exit.
+    Objects that exist at entry (modules, the model) are not examined until exit.
 
     Args:
-        interval: steps between collections.
+        interval: number of steps from one collection to the next.
     """
 
     def __init__(self, interval: int) -> None:
@@ -36,6 +36,6 @@ class GarbageCollection:
             gc.enable()
 
     def after_step(self, step: int) -> None:
-        """Collect if `step` (steps made) is a multiple of the interval."""
+        """Collect if `step`, the number of completed steps, is a multiple of the interval."""
         if step % self._interval == 0:
             gc.collect()

@@ -6,33 +6,33 @@ from triaxis.engine.pipeline.lowering import Instruction
 
 
 class StepPart(StrEnum):
-    """A part of a training step, or of the time between steps; the value is its name in records, traces and reports."""
+    """A part of a training step, or of the time between steps. Its value names it in records, traces and reports."""
 
     DATA = "data"
     FORWARD_BACKWARD = "forward_backward"
     OPTIMIZER = "optimizer"
     CHECKPOINT = "checkpoint"
     VALIDATION = "validation"
-    """Belongs to no step."""
+    """Between two steps; its time belongs to no step."""
     OTHER = "other"
-    """Everything else: the loop has set no other part."""
+    """Everything else: all time for which the loop has entered no other part."""
 
 
 FIRST = StepPart.DATA
-"""The part with which a step begins."""
+"""The part with which each step begins."""
 
 
 class StepWatcher:
-    """A watcher of a rank's steps; every method does nothing unless a subclass overrides it."""
+    """A watcher of a rank's steps. A subclass overrides the methods that it needs; the others do nothing."""
 
     def begin(self, steps_made: int) -> None:
-        """Called when the run starts or continues after a rollback, with `steps_made` steps made."""
+        """Called when the run starts, or continues after a rollback; `steps_made` is the number of completed steps."""
 
     def enter(self, part: StepPart) -> None:
         """Called when the loop enters `part`."""
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """Called before each executor instruction, and with None after the last."""
+        """Called before the executor runs each instruction, and with None after the last one."""
 
     def close(self) -> None:
         """Called when the run is over, perhaps because of an error; finish whatever is open."""

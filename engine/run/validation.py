@@ -1,13 +1,13 @@
 """The validations of a run: their schedule, and an early end when the ranks agree to stop.
 
-    batch k        its forwards are posted, then each rank's stop flags for a sum over the world
-    batch k + 1    its forwards are posted, then that sum is read
+    batch k        post the batch's forwards, then a sum of all ranks' stop flags
+    batch k + 1    post the batch's forwards, then read the sum that was posted after batch k
 
-The sum is two numbers and is read one batch late, so the pipeline does not drain between batches. A signal during batch k therefore
-ends every rank's validation after batch k + 1, just as a step's flags end training one step later.
+The sum has two numbers and is read one batch late, so the pipeline does not drain between batches. A signal during batch k
+therefore ends every rank's validation after batch k + 1, just as a step's flags end training one step later.
 
 An incomplete validation has no loss. Nothing is reported for it, and its step's checkpoint records that the validation is still
-due. The next attempt runs it before its first step, with the same weights and batches.
+due. The next attempt runs this validation before its first step, with the same weights and batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,8 +42,8 @@ class Validation:
 
     Args:
         engine: engine whose weights are validated.
-        open_batches: opens the validation batches from their start; None: the run has no validation.
-        observer: receives the loss, or the report that there is none.
+        open_batches: function that opens the validation batches from their start; None if the run has no validation.
+        observer: receiver of the loss, or of the report that there is no loss.
         stop: this rank's stop requests.
     """
 
@@ -62,14 +62,14 @@ class Validation:
         self._num_made = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether a validation follows step number `step` (from 0)."""
+        """Whether a validation follows step `step`, counted from 0."""
         interval, end_step = self._engine.config.eval.interval, self._engine.plan.phase.end_step
         if self._open_batches is None or interval is None:
             return False
         return (step + 1) % interval == 0 or step + 1 == end_step
 
     def make(self, step: int) -> bool:
-        """Validate after step number `step` (from 0), if it is due; every rank calls it.
+        """Validate after step `step`, counted from 0. Every rank calls it, if `is_due` is true.
 
         Returns:
             True if the validation has its loss; False if the ranks agreed to stop first. Equal on every rank.
@@ -87,7 +87,7 @@ class Validation:
         return False
 
     def _batches(self, source: StepSource) -> Iterator[list[Any]]:
-        """Yield the batches; stop early if the ranks agree to. Code after the `yield` runs once a batch is posted."""
+        """Yield the batches, and stop early if the ranks agree to. The code after a `yield` runs once that batch is posted."""
         sums: Callable[[], list[float]] | None = None
         for _ in range(self._num_batches):
             yield source.next_step()

@@ -18,7 +18,7 @@ _POINTERS = (
     (re.compile(rb"/annex/objects/[^\n]+\s*"), "git-annex", "git annex get ."),
 )
 _POINTER_BYTES = 2**12
-"""More bytes than a pointer has: the Git LFS specification allows less than 1,024."""
+"""Number of bytes to read from a file: more than any pointer has, since the Git LFS specification allows less than 1,024."""
 
 
 MOST_BYTES = 4095
@@ -30,7 +30,7 @@ MOST_NAMES = 512
 
 
 def as_typed(path: str | Path) -> str:
-    """Return a path's text as the user typed it; pathlib drops one slash of an address, which is put back."""
+    """Return a path's text as the user typed it: pathlib shortens `s3://` to `s3:/`, and this restores the slash."""
     return _LOST_SLASH.sub(r"\1://", str(path))
 
 
@@ -55,7 +55,8 @@ def how_to_bring(name: str | Path) -> str:
     """Explain how to copy something from another machine to a local folder; "" if `name` is a path.
 
     Args:
-        name: an address (`s3://bucket/x`, `hf://owner/name`; pathlib writes one `/`), or `owner/name` on the Hugging Face Hub.
+        name: an address (`s3://bucket/x`, `hf://owner/name`, also in pathlib's form `s3:/bucket/x`), or `owner/name` on the
+            Hugging Face Hub.
     """
     text = str(name)
     match = _ADDRESS.fullmatch(text)

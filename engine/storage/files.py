@@ -40,7 +40,7 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Sync a file's content to disk: a rename before that could survive a crash without the content."""
+    """Sync a file's content to disk. A file renamed before that could have its new name, but no content, after a crash."""
     os.fsync(descriptor)
 
 
@@ -61,8 +61,8 @@ _LOOK_SECONDS = 0.2
 def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the exclusive lock on the file `path` (created if missing, kept afterwards: removing it would race).
 
-    The kernel releases the lock when its holder dies. On file systems without working locks there may be two holders at once, so
-    their writes must be correct even then, as with `write_atomically`.
+    The kernel releases the lock when its holder dies. On file systems without working locks there may be two holders at once.
+    Holders must write in a way that is safe even then, such as `write_atomically`.
 
     Args:
         path: the lock file.

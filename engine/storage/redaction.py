@@ -36,10 +36,10 @@ _SHAPES = re.compile(
 """Secrets recognised by their form, whichever variable or file they come from."""
 
 _PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@")
-"""The password in an address that a variable holds; database and proxy passwords may contain any character."""
+"""The password in a variable's value that is an address; in database and proxy addresses it may contain any character."""
 
 LEAST_LENGTH = 8
-"""Minimum characters in a secret; a shorter value is a word or number that other text may contain."""
+"""Minimum characters in a secret; shorter values are not redacted, because other text may contain them by chance."""
 
 REDACTED = "[redacted]"
 
@@ -60,7 +60,8 @@ def why_secret(text: str, variables: Mapping[str, str] | None = None) -> str:
     """Explain why a text that holds a secret cannot name a folder or file, without repeating the secret; "" if it holds none.
 
     Args:
-        text, variables: see `without_secrets`.
+        text: proposed name.
+        variables: environment; None: this process's own.
     """
     holders = [f"the secret of {name}" for form, name in _forms(variables).items() if form in text]
     holders += ["what has the form of a secret"] if _SHAPES.search(text) else []
@@ -73,7 +74,7 @@ def why_secret(text: str, variables: Mapping[str, str] | None = None) -> str:
 
 
 def _forms(variables: Mapping[str, str] | None) -> dict[str, str]:
-    """Map each form in which a text may hold a variable's secret to the variable's name: plain, as in JSON and repr, URL-quoted."""
+    """Map each spelling of a secret (plain, JSON, repr, URL-quoted) to the name of the variable that holds the secret."""
     given = os.environ if variables is None else variables
     secrets = [(value, name) for name, value in given.items() if _NAMES.fullmatch(name)]
     secrets += [(found[1], name) for name, value in given.items() if (found := _PASSWORD.search(value))]
@@ -86,7 +87,7 @@ def _forms(variables: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None) -> Any:
-    """Redact the texts and keys in a tree of mappings, lists and scalars, as in JSON."""
+    """Redact all texts and mapping keys in a JSON-like tree of mappings, lists and scalars."""
     if isinstance(value, str):
         return without_secrets(value, variables)
     if isinstance(value, Mapping):
@@ -108,7 +109,7 @@ def unwritable(what: str, error: OSError) -> OutputError:
 
 
 class _Blotted:
-    """A wrapper that redacts secrets in text written to `stream`, and otherwise behaves like it (see `blotted`)."""
+    """A wrapper around `stream` that redacts secrets in written text; `blotted` explains `what`."""
 
     def __init__(self, stream: TextIO, what: str) -> None:
         self._stream = stream

@@ -18,10 +18,10 @@ from triaxis.engine.errors import StorageError
 from triaxis.engine.storage.json_text import parse_json
 
 MOST_BYTES = 16 * 2**20
-"""Largest state file; `finished` has some hundred bytes, and a job's history some hundred per attempt."""
+"""Maximum bytes in a state file; a run's file `finished` has some hundred bytes, a job's history some hundred per attempt."""
 
 MOST_TEXT_BYTES = 2**30
-"""Largest text file from a user."""
+"""Maximum bytes in a user's text file."""
 
 _BLOCK_BYTES = 2**20
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE})
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str:
-    """Name the kind of an entry, from its `st_mode`."""
+    """Name the kind of a folder entry ("a FIFO", "a socket", ..), given its `st_mode`."""
     return _KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 
@@ -155,7 +155,7 @@ def try_to_write(folder: Path) -> None:
 
 
 def _obstacle(path: Path) -> Path | None:
-    """Return a path's nearest existing entry if it is not a folder."""
+    """Return the path or its nearest parent that exists, if that is not a folder; else None."""
     for place in (path, *path.parents):
         try:
             mode = place.stat().st_mode

@@ -1,13 +1,14 @@
 """A user's Python module: where its sources are, their digest, and the module itself.
 
-    scaled_mlp.py        a file, under a private name: one called `models` or `engine` hides nothing
-    mylab/               a package, the folder that holds `__init__.py`, under a private name too
+    scaled_mlp.py        a file; it is loaded under a private name, so a file named models.py or engine.py hides no other module
+    mylab/               a package (the folder that holds `__init__.py`), also loaded under a private name
     mylab.layers         a module that Python finds by this name
 
-A run keeps a copy of the sources in its directory, `extension/<16 digits>/`, for anyone who reads it after they have changed.
+A run keeps a copy of the sources in its directory, in `extension/<16 digits>/`, so that users can read them after the originals
+have changed.
 
-A module is loaded once per digest. The folder of its file or package comes first on `sys.path`, so that it may import its
-neighbours; the digest does not cover these.
+A module is loaded once per digest. The folder that holds its file or package comes first on `sys.path`, so that the module may
+import its neighbours; the digest does not cover neighbours.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ PRIVATE = "triaxis_extension_"
 
 
 EXTENSION = "extension"
-"""Folder in a run directory that holds the copies."""
+"""Folder in a run directory that holds the copies of sources."""
 
 
 class UserModuleError(TriaxisError):
@@ -58,7 +59,7 @@ class Sources:
         return self.entry.parent if self.is_package else self.entry
 
     def files(self) -> Iterator[tuple[str, Path]]:
-        """Yield (path inside the module, path) for each .py file, sorted by the path inside."""
+        """Yield (path relative to the package, path) for each .py file, sorted; ("", path) for a module that is one file."""
         if not self.is_package:
             yield "", self.entry
             return
@@ -66,7 +67,7 @@ class Sources:
         yield from sorted(inside.items())
 
     def digest(self) -> str:
-        """Compute the files' SHA-256, in hexadecimal; a package's file names are part of it.
+        """Compute the SHA-256 of the files' contents and, for a package, their relative paths; in hexadecimal.
 
         Raises:
             UserModuleError: a file cannot be read.
@@ -113,7 +114,7 @@ def find_sources(source: str) -> Sources:
 
 
 def loaded(digest: str) -> ModuleType | None:
-    """Return the module with this digest if it is loaded."""
+    """Return the module with this digest; None if it is not loaded."""
     return sys.modules.get(_private(digest))
 
 
@@ -137,7 +138,7 @@ def load(source: str, digest: str) -> ModuleType:
 
 
 def place_in_user_module(error: BaseException) -> str:
-    """Return file, line and function for an error that passed through a user module; "" if it did not."""
+    """Name the last file, line and function of a user module that an error passed through; "" if it passed through none."""
     roots = [
         Sources(Path(str(module.__file__))).root for name, module in [*sys.modules.items()] if name.startswith(PRIVATE)
     ]
@@ -167,7 +168,7 @@ def keep(run: Path, source: str, digest: str) -> None:
 
 
 def available_source(source: str, digest: str, run: Path) -> str:
-    """Return a source with this digest: the given one, else the run's copy; if neither exists, the given one."""
+    """Return `source` if its files have this digest; else the copy in the run directory `run`; else `source`."""
     with suppress(UserModuleError):
         if find_sources(source).digest() == digest:
             return source
@@ -202,7 +203,7 @@ def _run(sources: Sources, name: str) -> ModuleType:
 
 
 def _place(error: BaseException, sources: Sources) -> str:
-    """Return an error's last place in the sources, or the place where Python could not parse them."""
+    """Format an error's last place in the sources, or the place where Python could not parse them; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: "
     files = {str(path) for _, path in sources.files()}

@@ -2,8 +2,8 @@
 
     engine.train.train --enter, end_step, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
 
-A step's time ends when the host has finished it; its numbers may arrive one step later. The loop counts steps from 0. Every
-record counts completed steps, from 1.
+A step's time ends when the host is done with the step. The step's loss and norms may reach the host one step later. The loop
+counts steps from 0; records count completed steps, so from 1.
 """
 
 import resource
@@ -35,7 +35,7 @@ from triaxis.engine.telemetry.timing.timers import Timers
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A step whose numbers are not known yet."""
+    """A step that has ended on the host, and whose loss and norms are not read yet."""
 
     spans_seconds: dict[StepPart, float]
     unix_time_seconds: float
@@ -48,12 +48,12 @@ class TrainingObserver:
     """Training observer of one rank; implements `triaxis.engine.train.Observer`.
 
     Attributes:
-        meter: calculator of this model's speeds from step times.
+        meter: calculator that turns step times into this model's speeds.
         timers: host clock for the loop's parts.
-        watchers: objects that follow the loop's parts; `times` is one of them.
+        watchers: objects that are notified of the loop's parts; they include `times`.
         meters: measurements of each step (`triaxis.engine.telemetry.meters`).
         times: measurement of where step time goes, on all ranks; None if the configuration does not need it.
-        slow_ranks: comparison of the ranks' compute time, on the logging rank.
+        slow_ranks: comparison of the ranks' compute time; None on other ranks than the logging one, or if times are not split.
         memory: one-time comparison of the ranks' memory with a prediction; None if there is nothing to compare.
         loss: loss at the last step that counted a label; None before the first such step.
         val_loss: last validation loss; None before the first validation.
@@ -74,7 +74,7 @@ class TrainingObserver:
     _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after `steps_made` steps. After a rollback, discard posted steps that were not reported yet."""
+        """Begin after `steps_made` steps. After a rollback, discard the posted steps whose records were not written yet."""
         self.timers.end_step()
         self._ended.clear()
         for meter in self.meters:
@@ -83,7 +83,7 @@ class TrainingObserver:
             watcher.begin(steps_made)
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part."""
+        """Report the loop's next part to the timers, meters and watchers."""
         if part is not StepPart.VALIDATION:
             self.telemetry.flush()
         if self.telemetry.report is not None:
@@ -98,12 +98,12 @@ class TrainingObserver:
             watcher.enter(part)
 
     def on_batch(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Compute the attention imbalance among the ranks that share the next step's rows."""
+        """Compute how unevenly the context-parallel ranks share the attention work of the next step's rows."""
         work = [each.rank_work for each in microbatches if each.rank_work is not None]
         self._cp_imbalance = imbalance(work) if work else None
 
     def end_step(self) -> None:
-        """Stop the clock for a step; `on_step` follows later, in the same order."""
+        """Stop the step's clock. `on_step` is called for the same step later; its calls come in the order of the steps."""
         for meter in self.meters:
             meter.after_update()
         memory = peak_memory_bytes(self.device)
@@ -112,7 +112,7 @@ class TrainingObserver:
             self.times.end_step()
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
-        """Record step `step`, counted from 0."""
+        """Write the record of step `step`, counted from 0; `result` has the step's numbers, and `lr` is its learning rate."""
         self.loss = result.loss if result.num_tokens else self.loss
         ended = self._ended.popleft()
         split = None if self.times is None else self.times.on_step(step + 1)
@@ -147,7 +147,7 @@ class TrainingObserver:
                 )
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
-        """Record that memory ran short in step `step`, counted from 0; the next steps post their receives late."""
+        """Report that memory ran short on `num_ranks` ranks in step `step` (from 0); the next steps post receives late."""
         ranks = counted(num_ranks, "rank")
         message = (
             f"the allocator of {ranks} ran short of memory and had to free some. The next steps post each receive right before its "

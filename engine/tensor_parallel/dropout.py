@@ -1,6 +1,6 @@
 """Stateless dropout: a hash of an element's identity decides whether the element is dropped.
 
-    keep(element) = hash(seed, sample id, site, the element's position in the sample's whole activation) >= p 2^32
+    keep(element) = hash(seed, sample id, site, the element's position in the sample's whole activation) >= p 2^32, p = drop rate
 
 So a mask does not depend on layout, microbatch, schedule, device or earlier calls. Recomputation replays it, a resumed run
 continues it, and a rank that holds a slice draws exactly that slice. `engine/numerics/hashing.py` defines the hash;
@@ -24,7 +24,7 @@ class DropoutKeys:
 
     Attributes:
         seed: the run's seed.
-        sample_ids: consumed-sample indices, one per sample, b in all.
+        sample_ids: each sample's index among all samples that the run consumes, b in all.
         positions: token positions within their samples, int64 [b, s/cp]; None means 0 .. s - 1.
     """
 
@@ -33,7 +33,7 @@ class DropoutKeys:
     positions: torch.Tensor | None = None
 
     def rows(self, length: int, device: torch.device) -> torch.Tensor:
-        """Build token positions within a sample for `length` rows: int64 [length, 1], or [length, b] if samples differ."""
+        """Return this rank's token positions within their samples: int64 [length, 1], or [length, b] if samples differ."""
         return torch.arange(length, device=device).unsqueeze(1) if self.positions is None else self.positions.t()
 
     def site(self, name: str) -> list[int]:

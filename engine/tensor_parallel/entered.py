@@ -2,8 +2,9 @@
 
     x [s(/t), b, n] --f--> [s, b, n]        backward: sum over tp, on this rank's tokens
 
-Column-parallel layers do this next to their GEMMs. Latent attention (MLA) needs whole latents earlier, because context parallelism
-gathers them further and decoding caches them. The layers around the latents use `outside_of(region)`.
+Column-parallel layers do this themselves, next to their GEMMs. Latent attention (MLA) needs whole latents earlier, because context
+parallelism gathers them further and decoding caches them. The layers that produce or read the latents use `outside_of(region)`, and
+then communicate nothing on entry.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 def entered(x: torch.Tensor, region: TensorParallelRegion, name: str) -> torch.Tensor:
-    """Bring x [s(/t), b, n] into the region as [s, b, n], whole on every tp rank; `name` labels it in the ledger."""
+    """Bring x [s(/t), b, n] into the region as [s, b, n], whole on every tp rank; `name` labels the calls in the ledger."""
     return _Entered.apply(x, region, name)
 
 

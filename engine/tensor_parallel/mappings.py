@@ -11,8 +11,8 @@ If it is on (2205.05198, figure 5), they are sharded along the sequence, dim 0 o
     g'  leave: reduce-scatter    backward: all-gather
 
 The weight gradient needs the gathered input again. By default a rank saves only its own part and repeats the all-gather in the
-backward (2205.05198, section 4.2.2). With `keeps_gathered` it saves the whole tensor. That costs (1 - 1/t) w b s h more bytes,
-w per number, and saves one all-gather.
+backward (2205.05198, section 4.2.2). With `keeps_gathered` it saves the whole tensor. That costs (1 - 1/t) w b s h more bytes, for
+w bytes per number and t tp ranks, and saves one all-gather.
 
 Layers call these methods from their own autograd functions, so that `enter_backward` overlaps the weight-gradient GEMM. They post
 the collective, run the GEMM, then wait.
@@ -34,7 +34,7 @@ class TensorParallelRegion:
         axis: the tp axis.
         sequence_parallel: whether activations outside the region are sharded along the sequence.
         keeps_gathered: whether gathered inputs are saved whole for the backward.
-        cuts_entered: whether activations are still sharded over tp after `enter`.
+        cuts_entered: whether each tp rank still has only a part of an activation after `enter`.
     """
 
     axis: Axis

@@ -20,7 +20,7 @@ class Norm(nn.Module):
     Args:
         kernel: norm kernel.
         weights: weights [h], in the kernel's order.
-        factor: multiplier for the branch.
+        factor: multiplier for the branch in y = x + factor branch.
     """
 
     def __init__(self, kernel: NormKernel, weights: Sequence[ShardedParameter], factor: float = 1.0) -> None:
@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 class _AddedAndNormalised(torch.autograd.Function):
-    """Sum and norm in one function. It saves y and the norm's statistics, as the norm alone would."""
+    """The sum y and its norm in one function. It saves y and the norm's statistics, no more than the norm alone would save."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, branch: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,9 +2,9 @@
 
     y = x g / sqrt(S / n + eps)      S: sum of squares over a token's n query (or key) elements
 
-One all-reduce of [s, b, 2] sums S over tp, for queries and keys together. The backward has another for the gradient. Everything
-else is local to a rank's heads, so recomputing it needs no communication. Each replica of a key head contributes 1/replicas of its
-squares, so the replicas' gradients add up to the head's.
+One all-reduce of [s, b, 2] sums S over tp, for queries and keys together. The backward has another for the gradient. The other
+steps need only a rank's own heads, so recomputing them needs no communication. Each replica of a key head contributes 1/replicas of
+its squares, so the replicas' gradients add up to the head's.
 """
 
 from typing import Any

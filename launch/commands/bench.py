@@ -117,7 +117,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the layouts one after the other and print the block, or measure the device; return the exit code.
+    """Train the layouts one after the other and print their results, or measure the device; return the exit code.
 
     Raises:
         ConfigError: neither a config nor --device is given, or arguments for one are given with the other.
@@ -250,7 +250,7 @@ def _numbers(text: str) -> list[int]:
 def _try(
     args: argparse.Namespace, label: str, change: Sequence[str], folder: Path, name: str
 ) -> LayoutResult | Failed | None:
-    """Try one layout; None in a dry run."""
+    """Train one layout and return its outcome; in a dry run, print how it would start and return None."""
     try:
         path = write_config(args.config, (*args.overrides, *change), args.steps, folder, name, os.environ)
         if not args.dry_run:
@@ -296,7 +296,7 @@ def _refuse_other_launchers() -> None:
     """Refuse to run as one rank of a job, or on several nodes.
 
     Raises:
-        ConfigError: another launcher started this process, or was requested.
+        ConfigError: another launcher started this process, or the environment asks for several nodes.
     """
     several = os.environ.get("NNODES", "") not in ("", "1") or hostfile.is_asked_for(os.environ)
     if "RANK" in os.environ or is_rank(os.environ) or several:

@@ -242,7 +242,7 @@ def _tensor_table(manifest: "Manifest") -> Table:
 
 
 def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
-    """Sum (tensors, parameters) for each module that has any."""
+    """Count the tensors and the parameters in each module; modules without any are left out."""
     counts: dict[str, tuple[int, int]] = {}
     numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
     for name, numel in numels.items():
@@ -407,7 +407,7 @@ def _data_bytes(folder: Path) -> int:
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; nothing in a log file."""
+    """Show a progress bar on a terminal, nothing in a log file; yield a function that takes the bytes just read."""
     if not console.is_terminal:
         yield lambda num_bytes: None
         return

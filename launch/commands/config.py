@@ -41,7 +41,7 @@ from triaxis.models.run_rules import RULES_OF_A_RUN
 from triaxis.models.specs import num_parameters
 
 MOST_EXECUTED = 16
-"""Pipeline ranks of a named schedule that is executed."""
+"""Most pipeline ranks for which `check` executes a named schedule; a larger pipeline is represented by one of this size."""
 
 PRINT_EXAMPLES = """examples:
   triaxis config print configs/gpt_tiny.yaml
@@ -262,8 +262,8 @@ def _cp_imbalance(config: Config, dp: int) -> str:
 def _check_programs(config: Config, sizes: ParallelSizes) -> None:
     """Execute the programs for a step and a validation under NCCL's rules, as every rank does before training.
 
-    A named schedule is a function of pp, vpp and the number of microbatches. If it is large, a smaller one is executed here, so
-    that the answer takes seconds; the ranks execute their own.
+    A schedule with a name depends on pp, vpp and the number of microbatches alone. If it is large, a smaller one with the same
+    pattern is executed here, so that the answer takes seconds. Before training, the ranks execute the real one.
 
     Raises:
         ScheduleError: a program would deadlock.

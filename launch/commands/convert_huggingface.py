@@ -80,7 +80,7 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
     """Write a Hugging Face model as a folder of checkpoints, with its tokenizer and a config for training.
 
     Args:
-        found: the folder `source`, opened.
+        found: Hugging Face model in `source`, opened.
         source: folder with config.json and the weights.
         out: folder to create; it must not exist.
         dtype: `source`, or one of `triaxis.engine.numerics.precision.DTYPES`.

@@ -163,7 +163,7 @@ def export_megatron(args: argparse.Namespace) -> None:
 def _model(
     args: argparse.Namespace, theirs: Mapping[str, Any], source: str
 ) -> tuple[ModelConfig, dict[str, Any], list[str]]:
-    """Read the model, the known part of the run's config, and notes."""
+    """Return the model, the part of the run's config that is known, and notes for the user."""
     if args.config is not None:
         config = load_config(args.config, [], os.environ)
         if theirs:

@@ -164,7 +164,7 @@ def check_corpora(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str, record: CorpusRecord | None) -> Tokenizer | None:
-    """Open the tokenizer given, or the record's if it is still the one the corpus was made with."""
+    """Open the requested tokenizer, or else the record's if it is still the one that encoded the corpus; None: neither."""
     if args.tokenizer is not None:
         return load_tokenizer(args.tokenizer, args.eod_token)
     if record is None:

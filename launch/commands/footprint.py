@@ -226,7 +226,7 @@ def _device_name(device: "torch.device") -> str:
 
 
 def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
-    """Run and replay all ranks; raises an error if ranks would not meet."""
+    """Run ranks and replay their ledgers together; ScheduleError if a call would lack its other end."""
     from triaxis.launch.footprint.replay import replay
 
     world = footprints.sizes.world_size
@@ -289,7 +289,7 @@ def show_footprint(console: Console, config: Config, rank: int, found: "Footprin
 
 
 def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
-    """Print a layer's terms and their sum, next to the measured bytes."""
+    """Print the formula's terms for one layer and their sum, next to the bytes that were counted."""
     from triaxis.launch.footprint.run import assumed_documents
     from triaxis.models.predict.experts.memory import worst_load
     from triaxis.models.predict.layer_terms import block_terms, paper_per_token, per_token
@@ -363,7 +363,7 @@ def _name(dtype: "torch.dtype") -> str:
 
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Sum (calls, ring bytes) by axis, purpose and operation."""
+    """Return (calls, ring bytes) for each axis, purpose and operation."""
     from triaxis.models.predict.traffic import measured_traffic
 
     volumes = measured_traffic(found.events)
@@ -374,7 +374,7 @@ def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
 
 
 def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
-    """All numbers as JSON, in bytes."""
+    """Build the JSON output; all sizes are in bytes."""
     return {
         "rank": rank,
         "coordinates": asdict(found.coordinates),

@@ -90,7 +90,7 @@ class _Model:
     Attributes:
         name: description for people.
         sections: fields in `OWN_SECTIONS`.
-        notes: notes for people.
+        notes: remarks about the model, for people.
         folder: Hugging Face model's folder; None for other sources.
         found: opened folder with its weights; None if they are not requested.
     """
@@ -241,7 +241,7 @@ def _of_size(args: argparse.Namespace) -> _Model:
 
 
 def _vocabulary(prefix: str) -> int:
-    """Vocabulary size: recorded for the corpus's tokenizer, or else as large as its ids require."""
+    """Vocabulary size: as recorded for the corpus's tokenizer; for a corpus without a record, the largest id found + 1."""
     record = read_record(prefix)
     return record.num_embeddings if record is not None else IndexedTokens(prefix).ids(MOST_IDS)[1] + 1
 
@@ -277,7 +277,7 @@ def _of_hugging_face(args: argparse.Namespace) -> _Model:
 
 
 def tokenizers_of(folder: Path) -> list[str]:
-    """List names for a Hugging Face folder's tokenizers, as for `load_tokenizer`, the preferred one first."""
+    """List the names by which `load_tokenizer` opens a Hugging Face folder's tokenizers, the preferred one first."""
     from triaxis.models.interop.huggingface.tokenizer import bytes_tokenizer_json
 
     names, json_file = [], folder / TOKENIZER_JSON
@@ -313,7 +313,7 @@ def is_imported(found: "HuggingFaceModel", source: Path, out: Path) -> bool:
 
 
 def _number(text: str, option: str) -> int:
-    """Parse an option's number; it must be at least 1."""
+    """Parse an option's number, and refuse one below 1."""
     try:
         number = count(text)
     except ValueError as error:
@@ -324,7 +324,7 @@ def _number(text: str, option: str) -> int:
 
 
 def _lasting_name(name: str, model: _Model, out: Path) -> str:
-    """Tokenizer name for the config: the import's own copy, or an absolute path."""
+    """Return the tokenizer's name for the config: the copy in `out` if weights are imported, an absolute path, or a plain name."""
     if model.found is not None and model.folder is not None and name == str(model.folder / TOKENIZER_JSON):
         return str((out / TOKENIZER_JSON).absolute())
     return str(Path(name).absolute()) if Path(name).exists() else name

@@ -179,7 +179,7 @@ def _keyed(word: str, patterns: Sequence[str]) -> tuple[str | None, str]:
 
 
 class Speed:
-    """Tokens per second and remaining time, based only on the work done since this start."""
+    """Tokens per second and remaining time, based only on the work that this process has done."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes

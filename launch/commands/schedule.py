@@ -100,7 +100,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def add_sizes(parser: CommandParser) -> None:
-    """Add a config argument, and pipeline sizes to use instead."""
+    """Add a config argument, and options with the pipeline's sizes for a command line without a config."""
     parser.takes(CONFIG, "sizes of this run, in place of --pp --vpp --microbatches --name", required=False)
     add_world_size(parser, "with a config: ranks, from which the data-parallel size follows")
     parser.add_argument(
@@ -208,7 +208,10 @@ def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
 
 
 def usual_dp(config: "Config") -> int:
-    """Largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 if there is none."""
+    """Largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 if there is none.
+
+    With a schedule file, it is the size that gives each pipeline the file's number of microbatches.
+    """
     if (file := config.schedule.file) is not None:
         return max(1, config.train.global_batch_size // (config.train.micro_batch_size * file.text.num_microbatches))
     num_microbatches, pp = config.train.global_batch_size // config.train.micro_batch_size, config.parallel.pp

@@ -367,7 +367,7 @@ def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> d
 
 
 def planned(trials: Sequence[Trial], against: str = ONE_PROCESS) -> dict[str, object]:
-    """Build what a dry run would compare as JSON: the layouts, and the config for each run."""
+    """Build a dry run's JSON: the layouts that would be compared, and the config for each run."""
     return {
         "against": against,
         "trials": [{"layout": _layout(one.config), "config": one.config.model_dump(mode="json")} for one in trials],

@@ -35,7 +35,7 @@ def read_compiler(variables: Mapping[str, str] = os.environ, headers: Path | Non
 
 
 def judge_compiler(seen: Examination) -> Iterator[Finding]:
-    """Check that triton can build if there are GPUs; on a CPU only a named `compiled` kernel needs it."""
+    """Check that triton can build kernels; without GPUs this is no warning, since only a kernel named `compiled` needs it."""
     facts = [(one, one.compiler) for one in seen.facts if one.compiler is not None]
     lacking: dict[str, list[str]] = {}
     for one, compiler in facts:

@@ -39,7 +39,7 @@ def collect(
     """Collect this rank's facts, except those that need other ranks (folders, clock).
 
     Args:
-        rank, node: its numbers in the layout.
+        rank, node: index of this rank and index of its node in the layout.
         device: the rank's device.
         dtype: the run's dtype.
         config_text: resolved configuration, which must be equal everywhere.
@@ -81,7 +81,7 @@ def collect(
 
 
 def network() -> NetworkFacts:
-    """Read the sockets of this process and its launcher. Groups must be connected already."""
+    """Read the sockets of this process and its launcher; process groups must be connected, so that theirs are included."""
     name = os.environ.get(GLOO_VARIABLE, "")
     states = {one: state for one, state in psutil.net_if_stats().items() if state.isup}
     addresses = [

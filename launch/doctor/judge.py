@@ -15,16 +15,16 @@ from triaxis.launch.doctor.rates import judge_groups, judge_paths
 from triaxis.launch.doctor.records import Examination, Finding, Level, RankFacts
 
 CLOCK_WARN_SECONDS = 0.5
-"""Logs and failures from several nodes are ordered by the nodes' clocks."""
+"""Clock difference that gives a warning: logs and failures from several nodes are ordered by the nodes' clocks."""
 
 CLOCK_FAIL_SECONDS = 30.0
-"""Files written on one node are then in another's future: SLURM's munge, make and object stores begin to fail."""
+"""Clock difference that is a failure: one node's files are in another's future, and SLURM's munge, make and object stores fail."""
 
 MOST_NAMED = 6
 
 
 def judge(seen: Examination) -> list[Finding]:
-    """Run all checks in order; a check that finds nothing wrong gives one OK."""
+    """Run all checks in order; a check that applies and finds nothing wrong gives one OK."""
     checks: tuple[Callable[[Examination], Iterable[Finding]], ...] = (
         judge_nodes,
         judge_versions,
@@ -80,7 +80,7 @@ def judge_nodes(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_versions(seen: Examination) -> Iterator[Finding]:
-    """Compare values that must be equal, and those that seldom should differ."""
+    """Compare the values that must be equal on all ranks (FAIL), and those that seldom should differ (WARN)."""
     differs = False
     for level, facts in (
         (Level.FAIL, {one.rank: one.equal for one in seen.facts}),

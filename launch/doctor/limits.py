@@ -1,11 +1,12 @@
 """Two node limits that NCCL can exceed: memory that a process may lock, and the size of /dev/shm.
 
-    RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against it.
-                     `ulimit -l` shows it; a login shell, SLURM's daemon and a container may each have another.
-    /dev/shm         ranks of one node that do not reach each other's GPU memory talk through files there, megabytes per peer
-                     and channel. Docker and Kubernetes give 64 MB by default.
+    RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against this
+                     limit. `ulimit -l` shows it; a login shell, SLURM's daemon and a container may each set another value.
+    /dev/shm         ranks on one node that cannot reach each other's GPU memory exchange data through files there, megabytes per
+                     peer and channel. Docker and Kubernetes give 64 MB by default.
 
-The advice is in `launch/start/process/named_causes.py`, which adds it to NCCL's errors; `triaxis doctor` gives it before a run.
+The advice is in `launch/start/process/named_causes.py`, which also appends it to NCCL's errors; `triaxis doctor` prints it before a
+run.
 """
 
 import os
@@ -52,7 +53,10 @@ def _may_lock(status: Path) -> bool:
 
 
 def judge_limits(seen: Examination) -> Iterator[Finding]:
-    """Compare each node's limits with those at which NCCL is known to fail. (Rates were measured, so it works up to there.)"""
+    """Compare each node's limits with those at which NCCL is known to fail.
+
+    The findings are warnings only, because NCCL has just worked within these limits to measure rates.
+    """
     facts = [(one, one.limits) for one in seen.facts if one.limits is not None]
     if not facts:
         return

@@ -1,4 +1,4 @@
-"""Measurements that take two ranks: bandwidth of groups and paths, clocks, folders.
+"""Measurements that need at least two ranks: bandwidth of groups and paths, clocks, folders.
 
 Bus bandwidth is defined as in nccl-tests: the bytes per second that a ring moves over each link. So operations and group sizes
 can be compared with each other and with the hardware. t is the time per call, n the number of ranks:
@@ -42,7 +42,7 @@ PATIENCE_SECONDS = 10.0
 
 
 def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -> list[GroupRate]:
-    """Measure this rank's groups; an axis's groups all run at once, and each is timed separately.
+    """Measure the rates of this rank's groups; all groups on an axis run at the same time, and each group times itself.
 
     Args:
         topology: this rank's topology.
@@ -71,7 +71,7 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
 
 
 def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
-    """Count the bytes that a rank sends; `num_bytes` is the shard's for an all-gather."""
+    """Count the bytes that a rank sends; `num_bytes` is the size of the shard for an all-gather, of the whole tensor otherwise."""
     part = (size - 1) / size
     shares = {
         "all_reduce": 2 * part,
@@ -84,7 +84,7 @@ def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
 
 
 def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
-    """Time one call by the slowest member, in the best round. Rows are spread equally over all members."""
+    """Return the seconds per call of the slowest member, in the best round; all-to-all sends equally many rows to each member."""
     equal = [tensor.numel() // axis.size] * axis.size
     call: Callable[[], torch.Tensor] = {
         "all_reduce": lambda: axis.all_reduce(tensor, PURPOSE).wait(),
@@ -136,7 +136,10 @@ def path_rates(
 
 
 def _send_and_time(axis: Axis, peer: int, tensor: torch.Tensor) -> float:
-    """Time calls from the receiver's message that it is ready to its message that it has received everything."""
+    """Return the seconds per call, in the best round.
+
+    A round lasts from the receiver's message that it is ready to its message that it has received everything.
+    """
 
     def round_of(num_calls: int) -> float:
         _number(axis, peer, tensor.device, float(num_calls))
@@ -163,7 +166,7 @@ def _receive(axis: Axis, peer: int, tensor: torch.Tensor) -> None:
 
 
 def _number(axis: Axis, peer: int, device: torch.device, value: float | None = None) -> float:
-    """Send a number to a member, or (None) receive one from it."""
+    """Send `value` to a member, or receive a number from it if `value` is None; return the number."""
     tensor = torch.tensor([0.0 if value is None else value], dtype=AGREEMENT_DTYPE, device=device)
     _one(axis, "recv" if value is None else "send", tensor, peer)
     return float(tensor.item())
@@ -220,7 +223,8 @@ def check_folders(
 ) -> tuple[RootFacts, ...]:
     """Write into each folder on every node, and check that the others can read it.
 
-    If a folder does not exist yet, its test files go to its nearest parent on rank 0. They are removed; nothing else is created.
+    If a folder does not exist yet, its test files go to its nearest parent that exists on rank 0's node. The files are removed;
+    nothing else is created.
 
     Args:
         topology: this rank's topology.

@@ -3,7 +3,7 @@
     torch, megatron-core, wandb    found by their metadata
     transformer-engine, apex       loaded as in a run that names them; a small computation in each is compared with torch's
 
-They lead to no finding: a run that names an unusable package is refused by itself.
+Packages lead to no finding, because a run that names an unusable one is refused anyway.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -2,7 +2,10 @@
 
 
 def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """List phases: each rank sends to its counterpart on the next node, then on the previous one."""
+    """List phases, each a list of (sender, receiver): ranks send to their counterparts on the next node, then on the previous.
+
+    No rank is in two pairs of a phase.
+    """
     num_nodes = world_size // ranks_per_node
     steps = [1, -1] if num_nodes > 2 else [1]
     phases = []

@@ -57,7 +57,7 @@ def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
 
 
 def _called_bytes(op: str, size: int, wire: int) -> int:
-    """Invert `triaxis.models.predict.traffic.wire_bytes`."""
+    """Compute a call's bytes from its wire bytes, as the inverse of `triaxis.models.predict.traffic.wire_bytes`."""
     if op == "all_reduce":
         return wire * size // (2 * (size - 1))
     if op in ("reduce_scatter", "all_to_all", "all_to_all_rows"):

@@ -37,7 +37,7 @@ JSON_FLAG = "--json"
 OUTPUT_FLAG = "--output="
 
 MOST_MEASUREMENTS = 3
-"""Limit on repeated measurements: a broken link stays slow, a disturbed one does not."""
+"""Most measurements of the rates, which are repeated while one is slow: a broken link stays slow, a disturbed one does not."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ MOST_NAMED = 6
 
 
 def judge_groups(seen: Examination) -> Iterator[Finding]:
-    """Compare an axis's groups that do the same over the same kind of path, and name the slow ones.
+    """Compare the rates of groups on one axis with equal operations, bytes, ranks and nodes, and name the slow groups.
 
     A host is blamed if its groups are slow, unless another group on it is as fast as its equals. Inside one node, gloo's ranks
     share the processors with each other and with other programs, so a slow group there gives only a warning.
@@ -45,8 +45,8 @@ def judge_groups(seen: Examination) -> Iterator[Finding]:
 def judge_paths(seen: Examination) -> Iterator[Finding]:
     """Compare paths between nodes, one direction at a time.
 
-    A host is blamed for its sends (receives) if all of them are slow, and a peer is fast with another host. Between two hosts the
-    slow end cannot be known.
+    A host is blamed for its sends if all of them are slow, and one of their receivers is fast with another host. The same holds for
+    its receives and their senders. Between two hosts the slow end cannot be known.
     """
     if not seen.paths:
         return
@@ -124,7 +124,7 @@ def all_equal(seen: Examination) -> bool:
 
 
 def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usual: float) -> Finding:
-    """Compare equal paths with their interface's stated rate. Only gloo's bytes certainly use it."""
+    """Compare the median path with the interface's stated rate, for gloo only: NCCL may send over other links."""
     stated = min(by_rank[one.ranks[0]].network.mbits for one in seen.paths) * 1e6 / 8
     per_node = max(1, len(seen.facts) // len({one.node for one in seen.facts}))
     if seen.needs.backend == "gloo" and stated and usual * per_node < BELOW_INTERFACE * stated:
@@ -139,7 +139,7 @@ def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usua
 
 
 def equal_groups(groups: Iterable[GroupRate], by_rank: Mapping[int, RankFacts]) -> list[list[GroupRate]]:
-    """Collect sets with at least two groups that do the same, over the same numbers of nodes and ranks."""
+    """Collect sets of two or more comparable groups: same axis, operation and bytes, over equally many ranks and nodes."""
     found: dict[tuple[object, ...], list[GroupRate]] = {}
     for one in groups:
         num_nodes = len({by_rank[rank].node for rank in one.ranks})

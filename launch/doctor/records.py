@@ -16,10 +16,10 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The answer to one question, or one thing that is out of line.
+    """A result of one check: that all is well, or one thing that is out of line.
 
     Attributes:
-        check: question ("versions", "clocks", ...).
+        check: name of the check ("versions", "clocks", ...).
         text: finding in words.
         hosts: hosts that are out of line; empty if none can be named.
         advice: what to do; empty for OK.
@@ -239,7 +239,7 @@ class GroupRate:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of a run, which its nodes must meet.
+    """Requirements of a run, which its nodes must meet.
 
     Attributes:
         backend: backend for collectives.
@@ -258,7 +258,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All facts and rates. `paths` connect nodes: rank to rank, one direction at a time."""
+    """All facts and rates: `groups` on the layout's axes, `paths` between two ranks on different nodes, in one direction."""
 
     needs: Needs
     facts: tuple[RankFacts, ...]

@@ -1,7 +1,9 @@
 """Live bytes by kind, counted as storages come and go, and operators by the part of the model that needs them.
 
-Every operator passes a dispatch mode, which sees new storages; a weak reference reports when one is freed. This counts exactly
-what tensors hold at every moment, with real tensors as with fake ones; an allocator's rounding and caching are not included.
+Every operator passes a dispatch mode, which sees new storages; a weak reference reports when one is freed. This counts exactly what
+tensors hold at every moment, whether they are real or fake. An allocator's rounding and caching are not included.
+
+Each storage has one kind at a time:
 
     parameters, gradients, optimizer    labeled when the watch begins
     p2p                                 the tensors passed to a send or a receive, until autograd saves them
@@ -77,9 +79,9 @@ class Extremes:
     """Peak values since the last reset.
 
     Attributes:
-        most: peak bytes of each kind that grew, each at a moment of its own.
-        peak: largest moment at which a storage was new, the first if several are equal; None if none was new.
-        largest: largest tensor created, the first if several are equal; None if none was.
+        most: peak bytes by kind, for the kinds that grew; these peaks may be at different moments.
+        peak: the moment with the most live bytes, among those at which a storage was created; None: none was created.
+        largest: largest tensor created, the first of several equal ones; None: none was created.
         ops: number of times that each operator was dispatched, by (place, name).
     """
 
@@ -94,9 +96,9 @@ class MemoryWatch(TorchDispatchMode):
 
     Attributes:
         live: current bytes by kind.
-        step: events since `forget_peak`; `most` and `peak` begin with the bytes that were live then.
-        part: events since `begin_part`, a shorter time.
-        phase: place of operators that belong to no module.
+        step: peaks and counts since `forget_peak`; they begin with the bytes that were live at that time.
+        part: peaks and counts since `begin_part`, within the step.
+        phase: place to which operators count that run outside all modules.
         saved: tensors that autograd saved in each chunk's first forward, in order, each storage once.
     """
 
@@ -197,7 +199,8 @@ class MemoryWatch(TorchDispatchMode):
     ) -> Iterator[None]:
         """Name saved tensors by the module that was running; those in a module listed in `logits` count as logits.
 
-        Our hooks see the tensors that autograd saves; hooks that run before ours report theirs (`saving`).
+        Our hooks see the tensors that autograd saves. The policies in `saving` have hooks that run before ours, and pass what they
+        keep to `on_saved` themselves; their copies in host memory are not counted.
 
         `places` groups operators: the name of a chunk's child -> its place. A chunk's own operators count toward the last child's
         place, or toward the place for "" before any child has run.
@@ -300,7 +303,7 @@ class MemoryWatch(TorchDispatchMode):
                 extremes.largest = NewTensor(self._work, operator, tuple(tensor.shape), tensor.dtype, num_bytes)
 
     def on_saved(self, tensor: torch.Tensor) -> None:
-        """Name a tensor that holds memory for a backward; outside `looking_at`, saved tensors are ignored."""
+        """Record a tensor that is kept for a backward, under the running module; outside `looking_at`, do nothing."""
         if self._logits is None:
             return
         self._see(tensor)

@@ -1,7 +1,8 @@
-"""Costs of a layer with an extension's parts beyond ours: four steps without data, with one layer and two, extended and not.
+"""Costs that an extension's parts add to a layer, measured in four steps without data: one layer and two, extended and not.
 
-The second layer less the first cancels the ends of the model, and the extended layer less ours cancels what they share. Our
-layers' formulas stay the base of every prediction. The difference is measured where the parts run: on one rank of tp x cp.
+A step with two layers minus a step with one cancels the ends of the model. The result with the extension minus the result without
+it cancels what both share. Our layers' formulas stay the base of every prediction. The difference is measured where the parts
+run: on one rank of tp x cp.
 """
 
 from collections.abc import Sequence
@@ -66,7 +67,11 @@ def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
 
 
 def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> NDArray[np.int64]:
-    """Count kept bytes, FLOPs, and bytes and calls over tp, in the first rank's step: one microbatch, nothing recomputed."""
+    """Run a step with one microbatch on the first rank, with nothing recomputed, and count its costs.
+
+    Returns:
+        int64 [4]: bytes kept for the backward, FLOPs, bytes sent over tp, calls over tp.
+    """
     # Imported here: few runs have parts to measure.
     import torch
     from torch.utils.flop_counter import FlopCounterMode

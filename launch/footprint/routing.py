@@ -1,7 +1,7 @@
 """The assumed routing in a footprint, whose tensors have no values: experts take turns, by the tokens' positions in their samples.
 
-`model.moe.force_balanced` makes the same choice. Each of a token's k choices is the next expert. All experts get equally many if
-a rank's tokens per sample, times k, are a multiple of E.
+`model.moe.force_balanced` uses the same rule. Each of a token's k choices is the next expert. All E experts get equally many tokens
+if a rank's tokens per sample, times k, are a multiple of E.
 """
 
 from collections import Counter
@@ -63,6 +63,6 @@ def know_rows(engine: Engine, known: KnownRows) -> None:
 
 
 def choices_of_step(counts: Counts, config: Config, num_microbatches: int) -> Choices:
-    """Return a step's choices, if all microbatches and layers have these counts."""
+    """Return the choices in a step, by layer, if every microbatch in every layer has these counts."""
     total = [[num_microbatches * count for count in of_rank] for of_rank in counts]
     return dict.fromkeys(config.model.expert_layers, total)

@@ -49,7 +49,10 @@ def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
 
 
 def choices_of_group(engine: Engine, chosen: torch.Tensor) -> Choices:
-    """Gather a step's choices, int64 [layers, E] from this rank's tokens, from the ranks that share its experts."""
+    """Gather how often tokens chose each expert in a step, from the ranks that share this rank's experts.
+
+    `chosen` has the counts for this rank's own tokens, int64 [layers, E].
+    """
     assert engine.load is not None, "a model with experts counts their load"
     of_ranks = engine.topology.axis("experts").all_gather(chosen.unsqueeze(0), "traffic").wait().tolist()
     return {layer: [rank[row] for rank in of_ranks] for row, layer in enumerate(engine.load.layers)}

@@ -28,7 +28,7 @@ BLOCK_TOKENS = 2**20
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank for `launch/commands/evaluate.py`."""
+    """Run one rank of `triaxis evaluate` (`launch/commands/evaluate.py`) and return its exit code."""
     return run(argv, _evaluate)
 
 
@@ -70,7 +70,10 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
 
 
 def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -> tuple[TokenSource, int]:
-    """Open the tokens, and count their text's bytes (0 if `count_bytes` is false and the text must be decoded)."""
+    """Open the job's tokens, and count the bytes of their text.
+
+    Counting may need to decode the tokens. If it does and `count_bytes` is False, the count is 0.
+    """
     limit = job["max_tokens"]
     if job["bin"] is not None:
         text: TokenSource = CorpusTokens(IndexedTokens(job["bin"]), limit)
@@ -84,7 +87,7 @@ def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -
 
 
 def bytes_of(text: TokenSource, tokenizer: Tokenizer) -> int:
-    """Count the UTF-8 bytes of the decoded tokens; end-of-document tokens have none."""
+    """Count the UTF-8 bytes of the decoded tokens; end-of-document tokens count 0."""
     total = 0
     kept: list[int] = []
     for start in range(0, text.num_tokens, BLOCK_TOKENS):
@@ -105,7 +108,10 @@ def bytes_of(text: TokenSource, tokenizer: Tokenizer) -> int:
 
 
 def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, float | None]:
-    """Compute nats and perplexity, per token and per byte; the latter is None if the text has no bytes."""
+    """Compute the loss in nats and the perplexity, per token and per byte, and bits per byte.
+
+    The values per byte are None if the text has no bytes; a perplexity is None if it overflows a double.
+    """
     loss = loss_sum / num_tokens
     per_byte = loss_sum / num_bytes if num_bytes else None
     return {
@@ -118,12 +124,12 @@ def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, floa
 
 
 def _exp(nats: float) -> float | None:
-    """exp(nats), or None if it overflows a double."""
+    """Compute exp(nats); None if it overflows a double."""
     return math.exp(nats) if nats < math.log(sys.float_info.max) else None
 
 
 def show_losses(console: Console, result: dict[str, Any]) -> None:
-    """Print what was read, and its losses."""
+    """Print a result: checkpoint, text and windows, and a table of losses on stdout; the speed on stderr."""
     average = ", the moving average of its weights" if result["weights"] == "ema" else ""
     rows = {
         "checkpoint": f"{result['checkpoint']}{average}",
@@ -149,7 +155,7 @@ def show_losses(console: Console, result: dict[str, Any]) -> None:
 
 
 def _steps(batches: Batches, num_steps: int, *, show: bool) -> Iterator[Sequence[MicroBatch]]:
-    """Yield `num_steps` global batches, with a progress bar on rank 0's terminal."""
+    """Yield `num_steps` global batches; with `show`, draw a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     numbers = track(
         range(num_steps), "evaluate", console=console, transient=True, disable=not (show and console.is_terminal)

@@ -19,13 +19,13 @@ from triaxis.models.inference.load import LoadedModel
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank for `launch/commands/generate.py`."""
+    """Run one rank of `triaxis generate` (`launch/commands/generate.py`) and return its exit code."""
     return run(argv, _generate)
 
 
 @dataclass
 class TokenTimes:
-    """Token arrival times: the first one follows the prompt's forward, the others come one by one."""
+    """Times of a prompt's start, first token and last token, by `time.monotonic`; the prompt's forward precedes the first token."""
 
     started: float
     first: float = 0.0
@@ -45,7 +45,7 @@ class TokenTimes:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second after the first token; None if there are none."""
+        """Tokens per second after the first token; None if fewer than two tokens have come."""
         return (self.num_tokens - 1) / (self.last - self.first) if self.num_tokens > 1 else None
 
 

@@ -11,7 +11,9 @@ from triaxis.models.inference.load import LoadedModel, load_model
 
 
 def run(argv: Sequence[str], work: Callable[[Rank, LoadedModel, dict[str, Any]], None]) -> int:
-    """Run `work` with the loaded model; the exit code distinguishes a user's mistake (2) from a failure (1).
+    """Run `work` with the loaded model and return 0.
+
+    If it fails, the exit code distinguishes a user's mistake (2) from a failure (1).
 
     Args:
         argv: path of the config in the job's folder, then the overrides (`launch/inference/request.py`).

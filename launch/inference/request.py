@@ -1,9 +1,9 @@
 """Commands that read a trained model: from a checkpoint in any layout to ranks in the requested layout.
 
     triaxis generate CHECKPOINT [section.key=value ...] --tp 2 ..
-        |  checkpoint   found, its manifest read: model, tokenizer, dtype, kernels; its layout does not matter
-        |  config       those sections in a one-process layout < environment < --tp and the like, dotted
-        |  job          the command's arguments for the ranks, as JSON
+        |  checkpoint   its manifest gives model, tokenizer, dtype and kernels; the layout that wrote it does not matter
+        |  config       these sections in a one-process layout, overridden by the environment, then by --tp and dotted keys
+        |  job          the command's other arguments for the ranks, as JSON
         v
     one process: the worker, in this process    more: launch/start/launcher.py starts the ranks, as for training
 
@@ -48,12 +48,14 @@ DTYPE_OF_WEIGHTS = {"bfloat16": "bf16", "float16": "fp32", "float32": "fp32", "f
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Checkpoint, with the config its model is read with.
+    """What a user asked for: a checkpoint, and the configuration with which its model is read.
 
     Attributes:
-        which: weights to read.
-        tree: config before the environment and the overrides.
-        config: config after them.
+        candidate: the checkpoint.
+        which: weights to read: the trained ones or their moving average.
+        tree: configuration before the environment and the overrides are applied.
+        overrides: dotted keys with values, also from --tp and the like.
+        config: configuration after the environment and the overrides are applied.
     """
 
     candidate: Candidate
@@ -77,7 +79,7 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
 
     Args:
         args: parsed arguments, including those from `add_arguments`.
-        train: batch sizes, if they matter.
+        train: batch sizes in the section `train`; None: one sample.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or lacks the requested weights.
@@ -103,7 +105,12 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
 
 
 def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, Any]:
-    """Build the model and computation sections from a manifest, without the layout of the run that wrote it."""
+    """Build the configuration's sections from a checkpoint's manifest, in a one-process layout.
+
+    Args:
+        candidate: the checkpoint.
+        train: fields that replace those of the section `train`.
+    """
     manifest = candidate.manifest
     saved = recorded_config(candidate)
     if not isinstance(saved.get("model"), dict):
@@ -127,7 +134,8 @@ def open_tokenizer(asked: Asked) -> tuple[Asked, Tokenizer]:
     """Open the model's tokenizer; return `asked`, updated with the tokenizer's resolved name, and the tokenizer.
 
     Raises:
-        DataError: it is not where the checkpoint says, has ids without an embedding, or is not the one the model was trained with.
+        DataError: the tokenizer is not where the checkpoint says, it has ids without an embedding, or the model was trained with
+            another one.
     """
     name, vocab_size = asked.config.data.tokenizer_name, asked.config.model.vocab_size
     try:
@@ -156,7 +164,7 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
 
     Args:
         worker: module that each rank runs: `main(argv) -> int`.
-        job: further arguments; the checkpoint and the weights to read are added.
+        job: the command's arguments for the worker; `start` adds the checkpoint and the weights to read.
     """
     parallel = asked.config.parallel
     with tempfile.TemporaryDirectory(prefix="triaxis-") as name:
@@ -182,7 +190,7 @@ def read_job(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _write_config(folder: Path, candidate: Candidate, tree: Mapping[str, Any]) -> Path:
-    """Write the config under a name based on the checkpoint's, which messages then show."""
+    """Write the config to a file with the checkpoint's name, because messages show the file's name."""
     path = folder / f"{candidate.folder.name}.yaml"
     path.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
     return path

@@ -1,7 +1,7 @@
 """Decode text from tokens that arrive one at a time.
 
-ids    72  226 130 172  33           bytes; BPE tokens too may hold parts of a character
-text   H   -   -   €    !            nothing is shown before its character is complete
+ids    72  226 130 172  33           here each token is a byte; a BPE token, too, may hold a part of a character
+text   H   -   -   €    !            text that each token adds: nothing until a character is complete
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ UNKNOWN = "�"
 
 
 class TextStream:
-    """Decoder for a growing text: each token becomes the text that it adds.
+    """Decoder for a growing text: it returns the text that each new token adds.
 
-    Some tokenizers write a token differently at the start of a text. A new token is therefore decoded together with the last
-    complete piece's tokens, whose text is then cut off.
+    Some tokenizers decode a token differently at the start of a text. So new tokens are decoded together with the tokens whose
+    text was returned last, and that text is then cut off.
 
     Args:
-        before: tokens that the stream continues.
+        before: the prompt's tokens, which the stream continues.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
@@ -28,7 +28,7 @@ class TextStream:
         self._waiting: list[int] = []
 
     def add(self, token: int) -> str:
-        """Add a token and return the text it completes; may be empty."""
+        """Add a token and return the text that it completes; "" while a character is incomplete."""
         self._waiting.append(token)
         text = self._new_text()
         if not text or text.endswith(UNKNOWN):

@@ -5,7 +5,8 @@
     xxh3              ->  every piece's bytes
     fingerprint       ->  every piece's values, and the sum per kind
 
-One piece is in memory at a time. All faults are reported, since a user needs them all to restore files.
+One piece is in memory at a time. The check goes on after a fault and reports all faults, so that a user knows which files to
+restore.
 """
 
 import json
@@ -32,8 +33,8 @@ class CheckpointCheck:
 
     Attributes:
         folder: checkpoint folder.
-        manifest: manifest, or None if it could not be read.
-        problems: all faults, each with its file; empty if every byte is as it was written.
+        manifest: the checkpoint's manifest; None: it could not be read.
+        problems: messages for all faults, each with the file's name; empty if every byte is as it was written.
     """
 
     folder: Path
@@ -46,7 +47,7 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
 
     Args:
         folder: checkpoint folder.
-        progress: function called after each piece with its number of bytes.
+        progress: function that is called after each piece with the piece's number of bytes.
     """
     try:
         manifest = parse_manifest(folder)
@@ -85,7 +86,7 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
 
 
 def fingerprint_bytes(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> dict[Kind, str]:
-    """Compute the fingerprint per kind of tensor from the bytes on disk.
+    """Compute a fingerprint for each kind of tensor (weights, optimizer states) from the bytes on disk.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -114,7 +115,7 @@ def header_problems(path: Path, file: DataFile, manifest: Manifest) -> list[str]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Read the safetensors header; return (names -> entries, byte offset at which the data begins)."""
+    """Read the safetensors header; return (entries by name, byte offset at which the data begins)."""
     with path.open("rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         if length > _MOST_HEADER_BYTES:

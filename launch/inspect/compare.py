@@ -1,7 +1,9 @@
 """The comparison between two checkpoints: which tensors differ and where, whatever layouts wrote them.
 
-    manifests     the pieces' fingerprints add up to one number per tensor, in any layout, which shows the tensors that differ
-    the bytes     read only for the first tensor that differs, and if dtypes differ (then fingerprints cannot be compared)
+    manifests     the pieces' fingerprints add up to one number per tensor, equal in any layout: different sums show which tensors
+                  differ
+    the bytes     read only for the first tensor that differs, and for tensors with different dtypes, whose fingerprints cannot be
+                  compared
 
 Tensors are read in flat ranges no larger than a piece, so memory does not grow with the model.
 """
@@ -28,7 +30,7 @@ Verdict = Literal["only in A", "only in B", "other shape", "other dtype", "other
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as the manifest describes it: shape, its pieces' dtypes, and their fingerprints' sum modulo 2^64."""
+    """A tensor as the manifest describes it: its shape, its pieces' dtypes, and the sum of their fingerprints modulo 2^64."""
 
     shape: tuple[int, ...]
     dtypes: frozenset[DType]
@@ -37,7 +39,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that differs between A and B. The verdict `other dtype` means that it may differ; only its bytes can show it."""
+    """A tensor that differs between A and B, or may differ: with the verdict `other dtype`, only the bytes can show it.
+
+    Attributes:
+        one, other: the tensor in A and in B; None: it is missing there.
+    """
 
     name: str
     kind: Kind
@@ -53,8 +59,8 @@ class ValueDifferences:
     Attributes:
         numel: number of elements compared.
         num_different: number of differing elements, compared by bits for equal dtypes, else by value.
-        first: first differing element: its global index, and its values in A and B; None if none differs.
-        largest_absolute, largest_relative: largest |a - b| and |a - b| / max(|a|, |b|), over elements where both are finite.
+        first: global index of the first differing element, and the element's values in A and B; None: none differs.
+        largest_absolute, largest_relative: largest |a - b| and largest |a - b| / max(|a|, |b|), where a and b are both finite.
     """
 
     numel: int
@@ -65,7 +71,7 @@ class ValueDifferences:
 
 
 def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
-    """Summarise each (name, kind) in a manifest, in its tensor order."""
+    """Summarise a manifest's tensors by (name, kind), in the manifest's order."""
     pieces: dict[tuple[str, Kind], list[Piece]] = {}
     for file in manifest.files:
         for piece in file.pieces:
@@ -83,12 +89,15 @@ def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
 
 
 def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
-    """List the kinds in both checkpoints: only weights if one has no others, or if the optimizers have none in common."""
+    """List the kinds of tensor that both checkpoints have.
+
+    These are only weights if one has no optimizer state, or if the two optimizers have no kind of state in common.
+    """
     return tuple(kind for kind in one.kinds if kind in other.kinds)
 
 
 def differences(one: Manifest, other: Manifest) -> list[TensorDifference]:
-    """List the tensors that differ or may differ, by the manifests alone: weights first, in A's model order."""
+    """List the tensors that differ or may differ according to the manifests: weights first, in the order of A's model."""
     ours, theirs = tensors_of(one), tensors_of(other)
     found = []
     for kind in compared_kinds(one, other):
@@ -102,7 +111,7 @@ def differences(one: Manifest, other: Manifest) -> list[TensorDifference]:
 
 
 def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> ValueDifferences:
-    """Compare one tensor's bytes; it must have the same shape in both checkpoints.
+    """Compare the bytes of one tensor, which must have the same shape in both checkpoints.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -141,7 +150,7 @@ def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> V
 
 
 def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value in A, value in B) for each differing leaf in two JSON trees; a missing one is "absent"."""
+    """Yield (dotted key, value in A, value in B) for each leaf that differs between two JSON trees; "absent" if it is missing."""
     ours, theirs = dict(flat(one)), dict(flat(other))
     for key in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(key, "absent"), theirs.get(key, "absent")
@@ -150,7 +159,7 @@ def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[t
 
 
 class _FlatReader:
-    """A reader for one tensor's flat ranges, in the widest dtype among its pieces."""
+    """A reader for flat ranges of one tensor's elements, in the widest dtype among the tensor's pieces."""
 
     def __init__(self, candidate: Candidate, name: str, kind: Kind) -> None:
         self._folder, self._name, self._kind = candidate.folder, name, kind

@@ -1,6 +1,7 @@
 """Charts as inline SVG: lines, dots, stacked columns, bars.
 
-A chart holds CSS classes and no colours: the page's CSS defines them (`--c0` .. `--c11`, light or dark as the reader's system).
+A chart has CSS classes instead of colours. The page's CSS defines the colours (`--c0` .. `--c11`), light or dark as the reader's
+system is.
 Every text passes through `escape`.
 """
 
@@ -17,10 +18,10 @@ Point = tuple[float, float]
 WIDTH, HEIGHT = 1110, 300
 """Size of a chart that fills the page's width, in viewBox units: pixels at the page's full width."""
 SMALL_WIDTH, SMALL_HEIGHT = 540, 220
-"""Size of a chart that stands next to another."""
+"""Size of a chart that stands next to another one, in the same units."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 MOST_POINTS = 1500
-"""Most points in a line; see `thinned`."""
+"""Largest number of points in a line, about; `thinned` reduces longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Line:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """List round numbers from `low` to `high`, at most `most` + 1: multiples of 1, 2 or 5 times a power of ten."""
+    """List at most `most` + 1 round numbers from `low` to `high`: the multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -52,7 +53,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     """Reduce a line to about `most` points without losing a spike or a gap.
 
-    Each group of neighbours keeps its smallest and largest y and its first gap; the line keeps both ends.
+    Each group of neighbouring points keeps the points with the smallest and largest y and the first gap. The line keeps both ends.
     """
     if len(points) <= most:
         return list(points)
@@ -70,7 +71,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 class _Frame:
-    """A chart's axes and grid; `x` and `y` map values to pixels."""
+    """A chart's axes and grid; the methods `x` and `y` map values to pixels."""
 
     def __init__(
         self, x_range: Point, y_range: Point, *, small: bool = False, x_label: str = "step", y_label: str = ""
@@ -132,7 +133,7 @@ def line_chart(
     small: bool = False,
     x_label: str = "step",
 ) -> str:
-    """Draw curves over a common axis; two or more get a legend above.
+    """Draw curves over a common x axis; if there are two or more, a legend stands above.
 
     Args:
         label: description for readers who cannot see the chart.
@@ -188,6 +189,7 @@ class Dot:
     """A dot in a scatter plot.
 
     Attributes:
+        x, y: position, in the units of the axes.
         title: text shown when the mouse points at the dot.
         style: CSS classes: c0 .. c11 for the colour, then optionally `large`.
         label: text at the dot's lower left, or "".
@@ -217,7 +219,7 @@ def scatter_chart(
         dots: at least one dot, in drawing order.
         kinds: meaning of each dot style, for the legend.
         x_label, y_label: axis labels, with units.
-        front: corners of a Pareto staircase, with ascending x and descending y; a corner's y is reached at every larger x.
+        front: corners of a Pareto front, drawn as a staircase, with ascending x and descending y.
         limit: (x, text) for a vertical line at the largest x allowed.
     """
     xs, ys = [dot.x for dot in dots] + ([limit[0]] if limit else []), [dot.y for dot in dots]
@@ -248,7 +250,7 @@ def scatter_chart(
         inside.append(
             f'<circle class="{dot.style}" cx="{x}" cy="{y}" r="{radius}"><title>{escape(dot.title)}</title></circle>'
         )
-        # A dot on the front has no other at its lower left. A label that would overlap a neighbour's is left out.
+        # A dot on the front has no other dot at its lower left, so its label goes there. Labels that would overlap are left out.
         if dot.label and all(abs(x - left) > 16 or abs(y - top) > 11 for left, top in taken):
             taken.append((x, y))
             place = f'x="{x - radius:.1f}" y="{y + radius + 8:.1f}" text-anchor="end"'
@@ -268,7 +270,7 @@ def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[floa
     Args:
         label: chart description.
         names: part names, from the bottom up; the first has colour c0.
-        columns: (first step, last step, seconds per part) with ascending steps; both ends belong to the column.
+        columns: (first step, last step, seconds per part) with ascending steps; a column covers both its first and last step.
     """
     highest = max(sum(values) for _, _, values in columns)
     frame = _Frame((columns[0][0] - 0.5, columns[-1][1] + 0.5), (0.0, highest * 1.04 or 1.0))

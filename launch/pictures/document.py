@@ -9,13 +9,13 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Content security policy: the browser loads and runs nothing, whatever text a page contains."""
 
 LONG_VALUE = 15
-"""Most characters in a tile's value before it gets the small font."""
+"""Largest number of characters in a tile's value that is shown in the large font."""
 
 
 def html_document(
     title: str, heading: str, before: str, sections: Mapping[str, tuple[str, str]], footer: str, *, state: str = ""
 ) -> str:
-    """Assemble an HTML page. Titles, heading and footer are escaped here; HTML arguments are not.
+    """Assemble an HTML page. Titles, heading and footer are escaped here; arguments that are HTML are used as they are.
 
     Args:
         title: title for the browser's tab.

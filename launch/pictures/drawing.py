@@ -1,8 +1,10 @@
 """SVG elements, and files that hold one picture.
 
-charts.py            pieces of a page: lines, dots, columns, bars
-schedule_picture.py  `triaxis schedule print --form svg`
-topology_picture.py  `triaxis topology --output layout.svg`
+The files in this folder draw these pictures:
+
+    charts.py              charts in a page: lines, dots, columns, bars
+    schedule_picture.py    `triaxis schedule print --form svg`
+    topology_picture.py    `triaxis topology --output layout.svg`
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ def element(name: str, content: str = "", /, **attributes: str | float) -> str:
     Args:
         name: element name, such as `rect`.
         content: SVG inside the element; the caller escapes its text.
-        attributes: attributes, with `font_size` for `font-size`; numbers get at most two decimals.
+        attributes: attributes by name, with `_` for `-` (`font_size`); numbers get at most two decimals.
     """
     written = "".join(f' {key.replace("_", "-")}="{_value(value)}"' for key, value in attributes.items())
     return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
@@ -48,7 +50,7 @@ def text(
 
     Args:
         content: plain text, escaped here.
-        x: position of its start, middle or end (`anchor`), in pixels.
+        x: position of the text's start, middle or end (see `anchor`), in pixels.
         y: vertical middle of a capital letter, in pixels.
         size: font size, in pixels.
         fill: colour, set as a style so that a page's CSS does not change it.

@@ -18,7 +18,7 @@ UNIT = 28
 """Width of one chunk's forward in pixels, unless LEAST_WIDTH or MOST_WIDTH decides the scale."""
 LEAST_WIDTH, MOST_WIDTH = 640, 7200
 MOST_ACTIONS = 100_000
-"""Most actions in a picture; more would make a file with tens of megabytes that shows only colours."""
+"""Largest number of actions in a picture; with more, the file would have tens of megabytes and show only colours."""
 KEY = 200
 """Width of a legend entry, in pixels."""
 
@@ -62,7 +62,7 @@ def schedule_chart(timeline: SimulatedTimeline, show: Callable[[float], str] | N
 
     Args:
         timeline: timed schedule.
-        show: function that formats a time with its unit, for each action's title; None leaves the times out.
+        show: function that formats a time with its unit, for the text under the pointer; None leaves the times out.
     """
     row, left, right = 26, 62, 14
     num_ranks = len(timeline.intervals)
@@ -104,7 +104,7 @@ def _rows(
         left, top: corner of the first row, in pixels.
         width: width of the whole time span, in pixels.
         row: row height including the gap below, in pixels.
-        show: function that formats a time with its unit, for each bar's title; None leaves the times out.
+        show: function that formats a time with its unit, for the text under the pointer; None leaves the times out.
     """
     scale, parts = width / timeline.span, []
     for rank, intervals in enumerate(timeline.intervals):
@@ -126,13 +126,13 @@ def _rows(
 
 
 def _name(timeline: SimulatedTimeline, action: Action, of: str = "") -> str:
-    """Name an action: its kind, the words in `of`, and its chunk if ranks have several."""
+    """Name an action: its kind, the words in `of`, and its chunk if ranks have several chunks."""
     chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
     return f"{action.kind.words}{of}{chunk}"
 
 
 def colour_names(timeline: SimulatedTimeline) -> dict[str, str]:
-    """Map each colour to its meaning; with many chunks, some share a colour."""
+    """Map each colour in the picture to its meaning, a kind of action and its chunks; with many chunks, some share a colour."""
     used = {Action(each.action.kind, each.action.chunk, 0) for row in timeline.intervals for each in row}
     actions: dict[str, list[Action]] = {}
     for action in sorted(used, key=lambda each: (list(Kind).index(each.kind), each.chunk)):

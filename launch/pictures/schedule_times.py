@@ -12,11 +12,11 @@ from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.simulate_program import ProgramTimeline
 
 MOST_PIECES = 12
-"""Most lines for the critical path; the middle is left out, since the pattern repeats."""
+"""Largest number of lines for the critical path; of a longer path the middle is left out, since the pattern repeats."""
 
 
 def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
-    """Build the rank table: shares of the step's time, and peaks of microbatches in flight and weight gradients held."""
+    """Build a table with a row per rank: shares of the step's time, peak microbatches in flight, peak weight gradients held."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     held = facts.peak_held
     columns = ["rank", "busy", "bubble", "messages", "in flight", *(["held"] if any(held) else [])]
@@ -45,7 +45,7 @@ def path_summary(timeline: ProgramTimeline) -> str:
 
 
 def path_lines(timeline: ProgramTimeline) -> list[str]:
-    """Describe the critical path, one line per run of consecutive actions on a rank or of transfers."""
+    """Describe the critical path, one line per series of actions on one rank, or of transfers from one rank."""
     lines = []
     groups = groupby(timeline.critical_path, key=lambda piece: (piece.rank, isinstance(piece.what, Transfer)))
     for (rank, is_transfer), pieces in groups:
@@ -63,7 +63,7 @@ def path_lines(timeline: ProgramTimeline) -> list[str]:
 
 
 def _shortened(actions: Sequence[Action]) -> str:
-    """Name up to six actions; a longer run shows the first two, the last and a count per kind."""
+    """Name the actions; of more than six, name the first two and the last, and count each kind."""
     if len(actions) <= 6:
         return " ".join(map(str, actions))
     counts = [f"{sum(each.kind is kind for each in actions)} {kind.value}" for kind in Kind]

@@ -4,13 +4,14 @@
     0 -> 1          |---F0---|---F1---|                one transfer at a time from one rank to another
     rank 1  |................|  0F0  |  ...            an action waits for its receive; a receive posted early costs nothing
 
-A rank reaches a post when all actions before it have ended. A transfer begins when both ranks run the calls that hold it and the
-channel, one per (source, destination), is free. As under NCCL, a call begins after the previous call in the same group and rank,
-and ends when all its transfers have ended. So an action may wait for a message other than its own. The groups `forward` and
-`backward` do not wait for each other.
+A post starts a call, a group of transfers that run together. A rank reaches a post when all actions before the post have ended. A
+transfer begins when both ranks run the calls that contain it and the channel from source to destination is free. As under NCCL, a
+call begins after the previous call in the same group on the same rank has ended, and ends when all its transfers have ended. So an
+action may wait for a message other than its own. The groups `forward` and `backward` do not wait for each other.
 
-`triaxis.engine.pipeline.simulate` models no posts, calls or channels. The two agree if messages take no time and the costs are
-those by which `lower` placed the posts. With other costs a tensor may wait for a post after a later action, or for an earlier call.
+`triaxis.engine.pipeline.simulate` models no posts, calls or channels. Both simulations agree if messages take no time and the
+costs are those with which `lower` placed the posts. With other costs, a tensor may have to wait for a post that comes after a
+later action, or for an earlier call to end.
 """
 
 import heapq
@@ -37,10 +38,10 @@ class Waits(NamedTuple):
 
 
 class PathSegment(NamedTuple):
-    """A piece of the critical path; the next one begins where it ends.
+    """A segment of the critical path; the next segment begins at this one's end.
 
     Attributes:
-        what: running action or transfer.
+        what: action or transfer that runs in this segment.
         rank: the action's rank, or the transfer's source.
         start, end: times in the unit of the costs.
     """
@@ -57,9 +58,9 @@ class TransferTime:
 
     Attributes:
         produced: end of the action that computed the tensor.
-        start: time at which the transfer gets the channel.
-        end: time at which the tensor is on the destination.
-        ready: end of the receiver's call, when an action can use the tensor.
+        start: time at which the transfer begins to use the channel.
+        end: time at which the tensor has arrived at the destination.
+        ready: end of the receiver's call; from then on an action can use the tensor.
     """
 
     transfer: Transfer
@@ -76,7 +77,7 @@ class ProgramTimeline(SimulatedTimeline):
     Attributes:
         transfers: transfer times, in the order in which they start.
         waits: each rank's idle time.
-        critical_path: chain of segments from 0 to the last end; each had to end before the next could begin.
+        critical_path: chain of segments from time 0 to the last action's end; each had to end before the next could begin.
     """
 
     transfers: tuple[TransferTime, ...]
@@ -105,7 +106,7 @@ def simulate_program(program: Program, costs: Costs) -> ProgramTimeline:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """An action on its rank; `cause` ended last among the events before it."""
+    """An action on its rank; `cause` is the event that the action waited for last."""
 
     what: Action
     rank: int
@@ -119,13 +120,13 @@ class _Call:
     """A group call on one rank.
 
     Attributes:
-        before, after: previous and next call on the same rank in the same direction; `before` must end first.
-        reached: time at which the rank posted it.
+        before, after: previous and next call on the same rank in the same direction; `before` must end before this call begins.
+        reached: time at which the rank posted the call.
         cause: event that the call waited for last: an action on its rank, or the last transfer in `before`.
-        unfinished: number of its transfers that have not ended.
-        runs: whether it was reached and `before` has ended.
-        waiting: whether the rank is stopped at an action that needs it.
-        end: end of its last transfer, `last`; None until then.
+        unfinished: number of the call's transfers that have not ended.
+        runs: whether the call was reached and `before` has ended.
+        waiting: whether the rank is stopped at an action that needs this call.
+        end: time at which the call's last transfer, `last`, ended; None until then.
     """
 
     rank: int
@@ -174,7 +175,7 @@ class _Run:
         self.produced: dict[Output, float] = {}
         self.transfers: list[TransferTime] = []
         self.in_messages = [0.0] * pp
-        # A transfer is in `moving` from its first running call on, and in `begun` from its second.
+        # A transfer enters `moving` when the call at one of its ends runs, and `begun` when the calls at both ends run.
         self.moving: dict[Transfer, _Moving] = {}
         self.begun: list[_Moving] = []
         self.receives: dict[Transfer, _Call] = {}
@@ -182,7 +183,7 @@ class _Run:
         # Per (source, destination): the time at which the channel is free, and its last user.
         self.channel: dict[tuple[int, int], tuple[float, _Moving]] = {}
         self.events: list[tuple[float, int, _Call | _Moving]] = []
-        """Posted calls and transfer ends as (time, serial number, subject); the number orders events at the same time."""
+        """Queue of (time, serial number, posted call or transfer that ends); the number orders events at the same time."""
         self.num_events = 0
 
     def run(self) -> ProgramTimeline:
@@ -206,7 +207,7 @@ class _Run:
         return self.timeline()
 
     def advance(self, rank: int) -> None:
-        """Run a rank until an action needs a receive that has not ended."""
+        """Run a rank's instructions until an action needs a receive that has not ended."""
         row, placement = self.program.instructions[rank], self.schedule.placement
         while self.next[rank] < len(row):
             each = row[self.next[rank]]
@@ -251,7 +252,7 @@ class _Run:
         heapq.heappush(self.events, (time, self.num_events, subject))
 
     def open(self, call: _Call, now: float) -> None:
-        """Start a call once it is reached and the previous call has ended; begin transfers whose other end runs too."""
+        """Start a call if the rank has reached it and the previous call has ended; begin transfers whose other call runs too."""
         if call.runs or call.reached > now or (call.before is not None and call.before.end is None):
             return
         call.runs = True
@@ -275,7 +276,7 @@ class _Run:
         self.at(moving.end, moving)
 
     def finish(self, moving: _Moving, now: float) -> None:
-        """End a transfer, and each of its calls without other unfinished transfers."""
+        """End a transfer, and end its two calls if they have no other unfinished transfer."""
         for call in moving.calls:
             call.unfinished -= 1
             if call.unfinished:

@@ -4,7 +4,7 @@ COLOURS = (
     *("#2f6fb0", "#d9822b", "#3f8f4f", "#b0413e", "#7a5ca8"),
     *("#8c6d4f", "#c0699f", "#8a8f98", "#2f9aa0", "#b5a32c", "#5a4fcf", "#7f1d4e"),
 )
-"""Colours for the classes c0, c1, .. on a light page; enough for every part of a step's time."""
+"""Colours for the CSS classes c0, c1, .. on a light page: one for each part of a step's time."""
 _IN_THE_DARK = (
     *("#6aa9e6", "#f0a45c", "#72c182", "#e5807c", "#b39be0"),
     *("#c2a282", "#e79cca", "#a3abb6", "#63c7cc", "#d6c65a", "#9d95f5", "#d9729f"),

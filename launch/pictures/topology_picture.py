@@ -1,8 +1,8 @@
 """A layout as a picture: each node is a box, and each rank a cell in it.
 
-hue         pipeline stage        }  so every tensor-parallel group has its own colour, and groups of one stage
-lightness   index over dp and cp  }  look related
-line        one tensor-parallel group of the node, after its pp, dp and cp indices; nodes in rank order
+A cell's hue shows the pipeline stage, and its lightness the index over dp and cp. So every tensor-parallel group has its own
+colour, and groups of one stage look related. Each line in a box has labels with the pp, dp and cp indices, then the cells of one
+tensor-parallel group. Nodes are in rank order.
 """
 
 import colorsys
@@ -18,15 +18,15 @@ from triaxis.launch.pictures.drawing import element, text, write_picture
 CELL = 40
 """Side of a rank's cell, in pixels; the sizes below are in cells."""
 LABEL = 1.5
-"""Width of the label `pp 0 dp 3` before a line."""
+"""Width of the labels before a line of cells, such as `pp 0 dp 3`."""
 MARGIN = 0.55
 """Margin inside a node's box and between boxes."""
 MOST_RANKS = 8192
-"""Most ranks in a picture; more would make it many thousand pixels wide, showing only colours."""
+"""Largest number of ranks in a picture; with more, it would be many thousand pixels wide and show only colours."""
 LEAST_WIDTH = 14.5
-"""Smallest width, which fits the title and the legend."""
+"""Smallest width of a picture in a file: the title and the legend fit."""
 LEAST_PIXELS = 760
-"""Smallest width for a large layout in a page, in pixels; a narrower page scrolls it."""
+"""Smallest width of a large layout in a page, in pixels; on a narrower screen the picture scrolls."""
 LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
 LEGEND_OF_CUT_SAMPLES = LEGEND.replace("data-parallel index", "index over dp and cp")
 
@@ -75,25 +75,25 @@ def words(grid: RankGrid) -> str:
 
 
 def legend(grid: RankGrid) -> str:
-    """Legend text for the colours."""
+    """Return the legend text that explains the colours; with context parallelism, lightness is the index over dp and cp."""
     return LEGEND if grid.sizes.cp == 1 else LEGEND_OF_CUT_SAMPLES
 
 
 def _size(grid: RankGrid, columns: int) -> tuple[float, float]:
-    """Width and height of all boxes with their margins, in cells."""
+    """Compute the width and height of all boxes with their margins, in cells."""
     width, height = _box(grid)
     return columns * (width + MARGIN) + MARGIN, -(-grid.num_nodes // columns) * (height + MARGIN)
 
 
 def _box(grid: RankGrid) -> tuple[float, float]:
-    """Width and height of a node's box, in cells."""
+    """Compute the width and height of one node's box, in cells; all nodes have boxes of this size."""
     lines = [_lines_of(grid, node) for node in range(grid.num_nodes)]
     widest, tallest = max(len(ranks) for node in lines for ranks in node), max(map(len, lines))
     return LABEL + widest + MARGIN, tallest + MARGIN + 0.8
 
 
 def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
-    """Draw each node's box; the first has its corner at `left`, `top`, in cells."""
+    """Draw each node's box as SVG elements; (`left`, `top`) is the first box's corner, in cells."""
     width, height = _box(grid)
     parts = []
     for node in range(grid.num_nodes):
@@ -107,7 +107,10 @@ def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
 
 
 def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> list[str]:
-    """Draw one line of ranks after its pp, dp and cp indices; `left` and `top` are in cells."""
+    """Draw one line as SVG elements: the labels with its pp, dp and cp indices, then a cell for each rank.
+
+    (`left`, `top`) is the line's corner, in cells.
+    """
     at = grid.coordinates(ranks[0])
     parts = [
         text(f"{axis} {index}", (left + LABEL - 0.15) * CELL, (top + y) * CELL, 10, anchor="end", fill="#555555")
@@ -124,7 +127,7 @@ def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> li
 
 
 def _labels(grid: RankGrid, at: Coordinates) -> list[tuple[str, int, float]]:
-    """List (axis, index, height in cells) for the labels before a line."""
+    """List (axis, index, distance below the line's top in cells) for each label before a line."""
     if grid.sizes.cp == 1:
         return [("pp", at.pp, 0.32), ("dp", at.dp, 0.66)]
     return [("pp", at.pp, 0.24), ("dp", at.dp, 0.5), ("cp", at.cp, 0.76)]
@@ -142,7 +145,7 @@ def _lines_of(grid: RankGrid, node: int) -> list[list[int]]:
 
 
 def _num_columns(grid: RankGrid) -> int:
-    """Choose the boxes per row: the divisor of the node count that brings the picture closest to 1.6 to 1."""
+    """Choose the number of boxes per row: the divisor of the node count that brings width / height closest to 1.6."""
     lines = math.ceil(grid.ranks_per_node / grid.sizes.tp)
     shape = (lines + 1.9) / (min(grid.sizes.tp, grid.ranks_per_node) + LABEL + 1.1)
     wanted = max(1.0, math.sqrt(grid.num_nodes * 1.6 * shape))

@@ -24,15 +24,15 @@ MEANINGS = {
     "pp": "one replica's stages, in order",
 }
 MOST_LINES = 16
-"""Most node lines, or groups per axis; longer lists show the first and the last."""
+"""Largest number of node lines, or groups per axis; of a longer list only the first and last ones are shown."""
 MOST_LISTED = 8
-"""Most ranks with equal steps that are listed one by one."""
+"""Largest number of equally spaced ranks that are listed one by one."""
 WIDTH = 110
 """Approximate line width, in columns."""
 
 
 def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
-    """Describe the layout in lines of text; with a model, also the groups that only some models need."""
+    """Describe the layout in lines of text. If `model` is given, the groups that only some models need are included."""
     sizes = grid.sizes
     ranks, nodes = counted(grid.world_size, "rank"), counted(grid.num_nodes, "node")
     lines = [
@@ -60,7 +60,7 @@ def _replica(grid: RankGrid, at: Coordinates) -> str:
 
 
 def shorten(ranks: Sequence[int]) -> str:
-    """Format ranks: `0 1`, `0-7`, `0 8 .. 120`; a list without equal steps is written in full."""
+    """Format a list of ranks, as `0 1`, `0-7` or `0 8 .. 120`; ranks that are not equally spaced are all written."""
     steps = {after - before for before, after in pairwise(ranks)}
     if steps == {1} and len(ranks) > 4:
         return f"{ranks[0]}-{ranks[-1]}"
@@ -70,7 +70,7 @@ def shorten(ranks: Sequence[int]) -> str:
 
 
 def _node_lines(grid: RankGrid) -> Iterator[str]:
-    """Yield a line per node and pipeline stage on it: its tensor-parallel groups, each after its dp and cp indices."""
+    """Yield a line for each pipeline stage on each node: its tensor-parallel groups, with dp and cp indices before each group."""
     rows: list[tuple[str, list[str]]] = []
     digits = len(str(grid.num_nodes - 1))
     for node in range(grid.num_nodes):
@@ -89,7 +89,7 @@ def _node_lines(grid: RankGrid) -> Iterator[str]:
 
 
 def _group_lines(grid: RankGrid, name: str, meaning: str, groups: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Yield a headline for an axis's groups, then the groups, unless each is a single rank."""
+    """Yield a headline for an axis's groups, then lines with the groups; a single line if each group is one rank."""
     size = len(groups[0])
     if size == 1:
         yield f"{name}: every rank is alone on this axis and sends nothing"

@@ -18,7 +18,7 @@ _FREE = "."
 
 
 def memory_bar(held: Memory, usable_bytes: int, columns: int = COLUMNS) -> Text:
-    """Draw a rank's memory; each letter, the initial of its kind, stands for `usable_bytes / columns`."""
+    """Draw a rank's memory as a bar of `columns` cells for `usable_bytes`; a cell has the first letter of its kind of memory."""
     bar, below = Text().append("|", style="dim"), 0
     for number, kind in enumerate(KINDS):
         start, below = below, below + getattr(held, kind)

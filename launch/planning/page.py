@@ -20,13 +20,16 @@ from triaxis.models.predict.rank_memory import Memory, shown_kinds
 from triaxis.models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
 
 MOST_ROWS = 24
-"""Rows in a chart with a bar per pipeline rank; a longer chart scrolls within the page."""
+"""Most rows of a chart with a bar per pipeline rank; a chart with more scrolls within the page."""
 MOST_REASONS = 20
-"""Number of layouts that do not fit to list with their reasons."""
+"""Most layouts that do not fit to list with their reasons."""
 MOST_ACTIONS = 250
-"""Actions per rank in the schedule picture: narrower ones would be stripes. One round is always drawn."""
+"""Most actions per rank in the schedule picture; more would be drawn as thin stripes. One round is always drawn."""
 FAR = 0.25
-"""Share of the fastest step: layouts slower than the front by more than this are not plotted, since they would flatten it."""
+"""Layouts slower than the fastest by more than this share of its step, and than the whole front, are not plotted.
+
+They would flatten the rest of the plot.
+"""
 HEAD = ("", "s/step", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "memory", "bubble")
 GB = 1e9
 
@@ -41,7 +44,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
     Args:
         plan: finished search.
         name: the run's name, such as its config's path.
-        budget: line about the hours and cost for a number of tokens, or "".
+        budget: line with the hours and the cost of training on a number of tokens; "": no such line.
     """
     best, cluster = plan.best, plan.cluster
     numbers = [
@@ -71,7 +74,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
 
 
 def _pareto(plan: Plan) -> str:
-    """Draw each found layout at its memory and time, and the staircase of layouts that no other beats in both."""
+    """Draw each found layout as a dot at its memory and time, and a staircase through the layouts that no other beats in both."""
     styles = {id(one): FRONT for one in plan.pareto} | {id(plan.best): CHOSEN}
     slowest = max(plan.pareto[-1].time.seconds, (1 + FAR) * plan.best.time.seconds)
     drawn = [(number, one) for number, one in enumerate(plan.found, 1) if one.time.seconds <= slowest]
@@ -140,7 +143,7 @@ def _front_key(one: Found, plan: Plan) -> str:
 
 
 def _time(plan: Plan) -> str:
-    """Draw each pipeline rank's step components, and compare those of the layouts on the front."""
+    """Draw the components of each pipeline rank's step time, and compare those of all layouts on the Pareto front."""
     best = plan.best
     ranks = Estimator(plan.cluster, expert_load=plan.expert_load).simulated_ranks(best.config, best.sizes)
     rows = [(f"pp {pp}", _values(components)) for pp, components in enumerate(ranks)]
@@ -195,7 +198,7 @@ def _memory_table(ranks: Sequence[Memory]) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    """Draw the schedule's first rounds in predicted seconds."""
+    """Draw the schedule of a step in predicted seconds; with more microbatches than `MOST_ACTIONS` allows, of a shorter step."""
     best = plan.best
     config, sizes = best.config, best.sizes
     whole = batch_plan(config, sizes.dp).num_microbatches

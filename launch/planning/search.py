@@ -1,12 +1,13 @@
 """The search for a run's fastest layout on a cluster: legal, fitting, by predicted step time.
 
     sizes x stages x sequence parallelism x micro batch x schedule  ->  rules  ->  closed form (models/predict/step_time)
-    fastest first: what must be recomputed for it to fit?   ->  memory (models/predict/rank_memory.py), tens of milliseconds
+    fastest first: what must a layout recompute to fit?     ->  memory (models/predict/rank_memory.py), tens of milliseconds
     the fastest that fit                                    ->  their schedules are simulated and sorted by the simulated time
 
-Memory is predicted for few layouts. A layout waits in a heap, keyed by the time with its cheapest recomputation not yet ruled
-out. The fastest of all is popped, and its memory predicted; if it does not fit, it goes back with the next recomputation. Since
-recomputation takes time, a popped layout that fits is the next fastest of all, as if every memory had been predicted.
+Memory is predicted for few layouts. Layouts are in a heap, ordered by predicted time. A layout's time includes the cheapest
+recomputation that is not ruled out yet. The fastest layout is popped, and its memory is predicted. If the layout does not fit, it
+goes back into the heap with the next recomputation. Since more recomputation takes more time, popped layouts that fit come in the
+same order as if every layout's memory had been predicted.
 """
 
 import heapq
@@ -51,11 +52,12 @@ MOST_TOKENS = 65536
 """Largest microbatch per rank, in tokens; larger ones fill a GPU no better."""
 
 NEVER_FASTER = frozenset({"gpipe"})
-"""Schedules with the same waits as another one and more memory: 1F1B holds p - r microbatches and GPipe holds all."""
+"""Schedules that wait as long as another one and need more memory: GPipe's ranks hold all microbatches, 1F1B's rank r of p
+holds p - r."""
 
 
 Cut = Literal["auto"] | None
-"""Values of `parallel.layers_per_stage` to try."""
+"""A value of `parallel.layers_per_stage` to try."""
 
 CUTS: tuple[Cut, Cut] = (None, "auto")
 
@@ -68,8 +70,9 @@ class Found:
     """A layout that fits.
 
     Attributes:
-        config: run in this layout, with its recomputation.
-        time: predicted time; simulated in a finished plan.
+        config: the run's configuration in this layout, with the recomputation that makes it fit.
+        sizes: size of every axis.
+        time: predicted step time: of the closed form during the search, of a simulated schedule in a finished plan.
         memory: predicted memory of every pipeline rank.
     """
 
@@ -85,18 +88,18 @@ class Found:
 
     @property
     def model_tflops(self) -> float:
-        """Model TFLOP/s per device, excluding recomputation
+        """Model TFLOP/s per device, without the FLOPs of recomputation
         (`triaxis.engine.telemetry.record.flops`)."""
         return model_flops_per_token(self.config.model) * self.tokens_per_second / self.sizes.world_size / 1e12
 
     @property
     def layout(self) -> str:
-        """Layout in words, including recomputation."""
+        """The layout in words, including its recomputation."""
         return describe(self.config, self.sizes)
 
     @property
     def cut(self) -> str:
-        """Layout in words, excluding recomputation."""
+        """The layout in words, without its recomputation."""
         return describe_cut(self.config, self.sizes)
 
 
@@ -107,12 +110,14 @@ class Plan:
     Attributes:
         cluster: requested devices.
         usable_bytes: memory per device that a layout may be predicted to hold.
-        expert_load: assumed expert load: rows for the slowest rank's experts over the mean.
-        margin_bytes: memory per device that stays free besides `MARGIN`.
+        expert_load: assumed rows for the slowest rank's experts, over the mean rank's rows.
+        margin_bytes: memory per device that stays free in addition to the share `MARGIN`.
         found: layouts that fit, by predicted step time, fastest first.
-        illegal: number of layouts by the field whose rule they break.
-        too_large: reasons for layouts that do not fit; `num_too_large` also counts layouts that others rule out.
-        num_legal: number of layouts whose time was predicted.
+        illegal: number of illegal layouts, by the field whose rule they break.
+        too_large: reasons why layouts do not fit, by layout in words.
+        num_too_large: number of layouts that do not fit; it includes those ruled out without a prediction, because the same
+            layout with a smaller microbatch does not fit.
+        num_legal: number of legal layouts, whose times were predicted.
     """
 
     cluster: Cluster
@@ -130,7 +135,7 @@ class Plan:
         return self.found[0]
 
     def mfu(self, one: Found) -> float:
-        """Return a layout's model FLOPs over the device's peak in the run's dtype, 0 to 1."""
+        """Compute a layout's model FLOPs utilization: its model TFLOP/s over the device's peak in the run's dtype, 0 to 1."""
         peaks, dtype = self.cluster.load_device().peak_tflops, one.config.precision.dtype
         return one.model_tflops / peaks[dtype if dtype in peaks else "fp32"]
 
@@ -151,7 +156,7 @@ class Plan:
         return kept
 
     def slower_by(self, one: Found) -> str:
-        """Format how much slower a layout is than the first, and the component that adds most; "" for the first."""
+        """Format how much slower a layout is than the first, and the step component that adds most; "" if it is not slower."""
         best = self.best
         more = one.time.seconds / best.time.seconds - 1
         names = one.time.components.keys() | best.time.components.keys()
@@ -170,7 +175,7 @@ def describe(config: Config, sizes: ParallelSizes) -> str:
 
 
 def describe_cut(config: Config, sizes: ParallelSizes) -> str:
-    """Format a layout in words, excluding its recomputation; a schedule is named if it is not the usual one."""
+    """Format a layout in words, without its recomputation; the schedule is named unless it is 1f1b, or interleaved for vpp > 1."""
     words = [f"tp={sizes.tp}", f"cp={sizes.cp}" if sizes.cp > 1 else "", f"pp={sizes.pp}"]
     words += [f"vpp={sizes.vpp}" if sizes.vpp > 1 else ""]
     words += ["balanced" if config.parallel.layers_per_stage == "auto" else "", f"dp={sizes.dp}"]
@@ -182,7 +187,10 @@ def describe_cut(config: Config, sizes: ParallelSizes) -> str:
 
 
 def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the run in every legal layout on all of a cluster's devices, nothing recomputed; count the illegal ones."""
+    """Yield the run in every legal layout on all of a cluster's devices, without recomputation.
+
+    Illegal layouts are counted in `plan.illegal`.
+    """
     n, per_node = cluster.num_gpus, cluster.gpus_per_node
     train, memo = config.train, Memo()
     of_pp = {pp: list(_stages(config, pp, memo)) for pp in divisors(n, 1) if pp <= config.model.num_layers}
@@ -209,7 +217,7 @@ def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Conf
 def _of_pipeline(
     config: Config, cluster: Cluster, whole: ParallelConfig, of_pipeline: Sequence[tuple[int, Stages]], plan: Plan
 ) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the legal combinations of micro batch and stages for given tp, cp, pp and dp; count the illegal ones."""
+    """Yield the legal combinations of micro batch and stages for the axes' sizes in `whole`; count the illegal ones."""
     n, per_node, nothing = cluster.num_gpus, cluster.gpus_per_node, RecomputeConfig()
     runtime = config.runtime.model_copy(update={"ranks_per_node": per_node})
     for micro, (vpp, name, cut) in of_pipeline:
@@ -241,16 +249,17 @@ def search(
     """Find a run's fastest layouts on a cluster.
 
     Args:
-        config: the run; its `parallel`, `schedule.name`, `recompute` and `train.micro_batch_size` are replaced, the global batch
-            stays.
+        config: the run; the search replaces `parallel`, `schedule.name`, `recompute` and `train.micro_batch_size`, and keeps the
+            global batch.
         cluster: cluster whose devices are all used.
-        simulated: number of layouts to find.
+        simulated: most layouts to find, whose schedules are then simulated.
         implementation: software whose steps are timed; memory is this engine's.
         expert_load, margin_bytes: see `Plan`.
         measure: function that measures an extension's parts in a layout; called for each layout popped as the fastest.
 
     Raises:
-        ConfigError: the margin leaves no memory, no layout is legal, or none fits; names the one with the least memory.
+        ConfigError: the margin leaves no memory, no layout is legal, or none fits. In the last case the message names the layout
+            that needs least memory.
     """
     estimator, load = Estimator(cluster, implementation, expert_load=expert_load), Fraction(expert_load)
     usable_bytes = floor(estimator.device.memory_gb * GB * (1 - MARGIN)) - margin_bytes
@@ -332,7 +341,7 @@ def search(
 
 
 class _RuledOut:
-    """Layouts that do not fit: the same layout with larger microbatches holds at least as much."""
+    """Layouts that do not fit, to rule out the same layouts with larger microbatches, which hold at least as much."""
 
     def __init__(self) -> None:
         self._smallest: dict[tuple[object, ...], int] = {}
@@ -343,7 +352,7 @@ class _RuledOut:
         self._smallest[key] = min(self._smallest.get(key, size), size)
 
     def holds(self, one: "_Waiting") -> bool:
-        """Whether such a layout is known not to fit."""
+        """Whether this layout cannot fit, because it did not with a microbatch that is as small or smaller."""
         size = one.config.train.micro_batch_size
         return size >= self._smallest.get(self._key(one), size + 1)
 
@@ -360,7 +369,13 @@ def _too_large(total: int, usable: int, memory: Prediction | None) -> str:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A layout in the heap, with the recomputation that its time includes."""
+    """A layout in the heap.
+
+    Attributes:
+        time: predicted step time, including the recomputation in `config`.
+        number: order in which the layouts were found, to sort equal times.
+        choices: further recomputations to try; None if none was tried.
+    """
 
     time: StepTime
     number: int
@@ -372,7 +387,10 @@ class _Waiting:
         return (self.time.seconds, self.number) < (other.time.seconds, other.number)
 
     def least_state(self, num_params: int, usable: int) -> int:
-        """Return the bytes in an even share of parameters, gradients and optimizer state if they exceed `usable`; else 0."""
+        """Compute a lower bound for a rank's parameters, gradients and optimizer state; 0 if at most `usable` bytes.
+
+        The bound is an even share of the whole model's state, in bytes.
+        """
         element = 2 if self.config.precision.dtype in ("bf16", "fp16") else 4
         gradient = 2 if self.config.precision.gradients == "bf16" else 4
         sizes = self.sizes
@@ -383,12 +401,12 @@ class _Waiting:
         return least if least > usable else 0
 
     def most_recomputed(self) -> Config:
-        """Return the layout with everything recomputed that can be."""
+        """Return the configuration with the choice that recomputes most."""
         *_, most = candidates(self.config, self.sizes)
         return self.config.model_copy(update={"recompute": most})
 
     def next_recomputed(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
-        """Return the layout with the next recomputation choice; None if none is left."""
+        """Return the same layout with the next recomputation choice and its time; None if no choice is left."""
         if self.choices is None:
             self.choices = candidates(self.config, self.sizes)
             next(self.choices)
@@ -402,7 +420,7 @@ class _Waiting:
 
 
 def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
-    """List (ep, etp) that fill a stage's ranks, tp x others, with whole sets of experts; (1, 1) for a dense model."""
+    """List the pairs (ep, etp) with which whole sets of experts fill a stage's tp x `others` ranks; (1, 1) for a dense model."""
     moe = config.model.moe
     if moe is None:
         return [(1, 1)]
@@ -411,15 +429,16 @@ def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
 
 
 def _micro_batches(config: Config, dp: int, cp: int) -> list[int]:
-    """List the micro batch sizes that divide a pipeline's samples and hold at most `MOST_TOKENS`."""
+    """List the micro batch sizes that divide a pipeline's samples per step and have at most `MOST_TOKENS` tokens per rank."""
     most = max(1, MOST_TOKENS * cp // config.model.seq_length)
     return [size for size in divisors(config.train.global_batch_size // dp, 1) if size <= most]
 
 
 def _stages(config: Config, pp: int, memo: Memo) -> Iterator[Stages]:
-    """Yield (vpp, schedule, layers per stage) for a pipeline; with one rank there is no choice.
+    """Yield each (vpp, schedule, layers per stage) to try for a pipeline of `pp` ranks; a single one for one rank.
 
-    A larger vpp is skipped if a smaller one has no busier rank and no deeper chunk. It would add slots and shorten none.
+    A larger vpp is skipped if a smaller one has no more work on its busiest rank and in its deepest chunk. The larger vpp would
+    add time slots to the schedule, and no slot would be shorter.
     """
     if pp == 1:
         yield 1, "auto", None

@@ -15,7 +15,7 @@ PIPE_WIDTH = 100
 """Columns if the output is not a terminal."""
 
 MOST_REASONS = 3
-"""Number of layouts that do not fit to list with their reasons."""
+"""Most layouts that do not fit to list with their reasons."""
 
 
 def plan_console() -> Console:
@@ -70,7 +70,7 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
 
 
 def as_json(plan: Plan, top: int) -> dict[str, object]:
-    """Convert a plan to JSON for scripts, fastest layout first; step time in seconds, the fullest GPU's memory in bytes."""
+    """Convert a plan's `top` fastest layouts to JSON for scripts; step times in seconds, the fullest GPU's memory in bytes."""
     layouts = [
         {
             "layout": one.layout,
@@ -88,7 +88,7 @@ def as_json(plan: Plan, top: int) -> dict[str, object]:
 
 
 def _marks(found: Sequence[Found]) -> dict[str, str]:
-    """Assign a mark to each recomputation choice, in order of appearance."""
+    """Assign a short mark (r1, r2, ..) to each recomputation choice, in order of appearance, to use in the table's rows."""
     choices = dict.fromkeys(str(one.config.recompute) for one in found if one.config.recompute.is_any)
     return {choice: f"r{number}" for number, choice in enumerate(choices, start=1)}
 

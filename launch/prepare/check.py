@@ -1,7 +1,8 @@
 """The corpus check against the hashes in the record and the tokenizer's ids.
 
-A check reads every byte and writes its result to PREFIX.checked.json: for each node, the contents it found and the file versions it
-read. So a job that restarts often reads a corpus once per node. Problems are recomputed each time from the stored contents.
+A check reads every byte of a corpus and writes what it found to PREFIX.checked.json, with the versions of the files that it read,
+separately for each node. A later check on the same node uses these results if the files are unchanged, so a job that restarts
+often reads a corpus once per node. Problems are derived anew from the stored results each time.
 """
 
 import hashlib
@@ -23,13 +24,13 @@ ENDS_KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class CorpusCheck:
-    """A corpus's contents, found by reading every byte.
+    """What reading every byte of a corpus found.
 
     Attributes:
-        version: device, inode, size, mtime and ctime (times in nanoseconds) for the .bin, then for the .idx.
+        version: two lists, for the .bin and the .idx: device, inode, size, mtime and ctime (times in nanoseconds).
         bin_sha256, idx_sha256: file hashes, hexadecimal.
         smallest_id, largest_id: smallest and largest token id.
-        ends: ENDS_KEPT most frequent last tokens in non-empty documents: [[id, documents], ...].
+        ends: the ENDS_KEPT most frequent last tokens of non-empty documents, each as [id, number of documents].
     """
 
     version: list[list[int]]
@@ -42,11 +43,11 @@ class CorpusCheck:
     def problems(
         self, prefix: str, record: CorpusRecord | None, vocab_size: int | None, eod_id: int | None
     ) -> list[str]:
-        """List contradictions to the record, the vocabulary and the end-of-document id, one message each.
+        """List where the corpus contradicts its record, the vocabulary or the end-of-document id, one message each.
 
         Args:
             prefix: corpus path without an ending.
-            record: corpus record, or None if it has none.
+            record: the corpus's record; None: it has none.
             vocab_size: tokenizer's vocabulary size, or None if no tokenizer is known.
             eod_id: expected last id in documents, or None if it is unknown or the corpus was prepared without one.
         """
@@ -76,7 +77,11 @@ class CorpusCheck:
 
 
 def check(corpus: IndexedTokens) -> tuple[CorpusCheck, bool]:
-    """Read every byte in a corpus; return its contents, and whether they come from an earlier check on this node."""
+    """Read every byte in a corpus, unless this node has checked the same files before.
+
+    Returns:
+        What was found, and whether an earlier check found it.
+    """
     version = [_version(path) for path in (bin_path(corpus.prefix), idx_path(corpus.prefix))]
     kept = Path(f"{corpus.prefix}.checked.json")
     nodes = _kept(kept)
@@ -111,7 +116,7 @@ def _version(path: Path) -> list[int]:
 
 
 def _kept(path: Path) -> dict[str, CorpusCheck]:
-    """Read all nodes' checks; {} if the file is missing or has another form."""
+    """Read the stored checks by node; {} if the file is missing or does not hold checks."""
     try:
         return {node: CorpusCheck(**each) for node, each in (read_object(path) or {}).items()}
     except (OSError, ValueError, TypeError):

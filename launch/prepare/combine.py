@@ -20,7 +20,8 @@ def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> Corpu
     """Write all corpora's documents, in this order, as one corpus.
 
     Args:
-        prefixes: corpus paths without endings. A corpus from Megatron's tools has no record, so its tokenizer is not compared.
+        prefixes: corpus paths without endings. A corpus that Megatron's tools wrote has no record, and its tokenizer is not
+            compared.
         output: prefix for the new corpus.
         force: whether to replace an existing corpus with that name.
 
@@ -46,7 +47,7 @@ def split(
     Args:
         prefix: corpus path without an ending.
         outputs: prefix for each part.
-        bounds: each part's first document, then the number of all documents: rising from 0, [len(outputs) + 1].
+        bounds: index of each part's first document, then the number of all documents; they rise from 0. [len(outputs) + 1].
         force: whether to replace existing corpora with these names.
 
     Returns:
@@ -82,7 +83,7 @@ def split(
 
 
 def bounds_of_shares(num_documents: int, shares: Sequence[float]) -> list[int]:
-    """Compute `bounds` for parts in proportion to `shares`, rounded to the nearest document, [len(shares) + 1]."""
+    """Compute the `bounds` of `split` for parts in proportion to `shares`, to the nearest document: [len(shares) + 1]."""
     return [0, *(round(num_documents * sum(shares[: at + 1]) / sum(shares)) for at in range(len(shares)))]
 
 
@@ -93,7 +94,10 @@ def _write(
     inputs: Sequence[str],
     force: bool,
 ) -> CorpusRecord | None:
-    """Write documents from several corpora as one, and `record`, if there is one, with new counts and hashes."""
+    """Write documents from several corpora as one corpus.
+
+    If `record` is given, it is written too, with the new corpus's counts and hashes, and returned.
+    """
     folder = Path(output).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,9 +160,11 @@ def _check_agreement(corpora: Sequence[IndexedTokens], records: Sequence[CorpusR
 
 
 def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
-    """Describe the tokenizer, its size and the document end: equal descriptions mean equal ids.
+    """Describe a corpus's tokenizer, vocabulary size and end of documents; equal descriptions mean equal ids for a text.
 
-    Records from earlier versions have no identity; then the tokenizer's name replaces it.
+    Args:
+        has_identity: name the tokenizer by its identity hash. Records from earlier versions lack it, and it is then named by the
+            recorded name.
     """
     tokenizer = f"sha256 {record.tokenizer_identity[:16]}" if has_identity else record.tokenizer
     ends = f"id {record.eod_id} ends a document" if record.append_eod else "no token ends a document"
@@ -166,7 +172,7 @@ def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
 
 
 def _sum(records: Sequence[CorpusRecord]) -> CorpusRecord:
-    """Add up all records' input counts; the other fields come from the first record."""
+    """Build a record with the sums of all records' input counts; other fields are those of the first record."""
     left_out: dict[str, dict[str, object]] = {}
     for record in records:
         for kind, found in record.left_out.items():

@@ -8,7 +8,7 @@ from triaxis.engine.data.corpus.indexed import IndexedTokens
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 MOST_DOCUMENTS = 2**22
-"""Documents examined at most; a larger corpus is sampled at even spacing."""
+"""Most documents that are examined; if a corpus has more, evenly spaced ones are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class CorpusCounts:
         dtype: numpy name of the token dtype.
         looked_at: number of documents examined; the attributes below describe only these.
         quantiles: document length in tokens at each of QUANTILES, keyed "50%" and the like.
-        without_tokens: empty documents.
-        without_end: non-empty documents whose last token is not `eod_id`; None if that id is unknown.
+        without_tokens: number of empty documents.
+        without_end: number of non-empty documents whose last token is not the end-of-document id; None: that id is unknown.
     """
 
     documents: int

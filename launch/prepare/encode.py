@@ -23,7 +23,7 @@ from triaxis.launch.prepare.parts import PROGRESS, Done, Part, PartWriter, Progr
 from triaxis.launch.prepare.readers import reader_of
 
 BATCH_CHARACTERS = 2**19
-"""Characters encoded per call: enough for the library's batching, small against a worker's memory."""
+"""Characters after which a batch is encoded: enough for the tokenizer library's batching, few compared with a worker's memory."""
 BATCH_DOCUMENTS = 1024
 
 # A worker encodes many units with one tokenizer, whose file may take a second to parse.
@@ -32,7 +32,14 @@ _loaded = lru_cache(maxsize=1)(load_tokenizer)
 
 @dataclass(frozen=True, slots=True)
 class EncodeSettings:
-    """The settings that all units of a preparation share."""
+    """Settings that are equal for all units of a preparation.
+
+    Attributes:
+        tokenizer, eod_token: arguments to `load_tokenizer`.
+        dtype: dtype of the token files.
+        append_eod: whether each document ends with the end-of-document token.
+        on_bad: whether to stop at bad input, or to skip and count it.
+    """
 
     tokenizer: str
     eod_token: str | None
@@ -47,7 +54,8 @@ class EncodeSettings:
 def start_worker() -> None:
     """Prepare a new worker process: it exits when its parent exits, even by a kill, and leaves Ctrl-C to the parent.
 
-    A worker waits for work on a pipe that its siblings hold open too, so the death of the parent alone would not wake it.
+    A worker waits for work on a pipe, which stays open after the parent's death, because the other workers hold it open too. So a
+    thread waits for the parent's exit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # There is one worker per core, so the library's own threads would only compete for cores.
@@ -63,7 +71,13 @@ def start_worker() -> None:
 
 
 def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part:
-    """Encode a unit into the part named `digest`, unless an earlier run left it complete; `number` is its progress row.
+    """Encode a unit into the part named `digest`, or find the complete part that an earlier run has left.
+
+    Args:
+        unit: pieces of input files.
+        number: index of the unit, and of its row in the progress table.
+        digest: name of the part (`digest_of` in `parts.py`).
+        job: settings of the preparation.
 
     Raises:
         DataError: bad input, if the job stops at it.
@@ -90,7 +104,7 @@ def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part
 
 
 def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
-    """Yield a piece's documents; none if its file changed since the units were planned.
+    """Yield a piece's documents; none if the piece's file has changed since the units were planned.
 
     Raises:
         DataError: bad input, if the reading stops at it.
@@ -108,7 +122,7 @@ def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
 
 
 def is_as_planned(file: InputFile, findings: Findings) -> bool:
-    """Whether a file exists, is readable and is unchanged since the planning; if not, add it to the findings."""
+    """Whether a file exists, is readable and has not changed since the units were planned; if not, it is added to the findings."""
     try:
         now = InputFile.of(file.path, file.options)
     except (FileNotFoundError, PermissionError) as error:
@@ -167,7 +181,7 @@ def _encode(
 
 
 def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Iterator[Tokens | None]:
-    """Yield each document's token ids, or None for a document that was added to the findings."""
+    """Yield each document's token ids; None for a document with a fault, which is added to the findings."""
     texts = [document.content for document in batch if isinstance(document.content, str)]
     try:
         encoded: Iterator[list[int] | None] = iter(tokenizer.encode_batch(texts))
@@ -191,7 +205,10 @@ def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Ite
 
 
 def _alone(document: Document, tokenizer: Tokenizer, findings: Findings) -> list[int] | None:
-    """Encode one text from a batch on which the tokenizer's library failed; None if this text is the cause."""
+    """Encode one text of a batch on which the tokenizer's library failed.
+
+    Returns None, and adds the text to the findings, if the library fails on this text alone.
+    """
     assert isinstance(document.content, str)
     try:
         return tokenizer.encode(document.content)

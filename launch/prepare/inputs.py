@@ -2,8 +2,8 @@
 
 texts/a.txt      the file, whatever its ending
 'texts/**/*.md'  the matching files, whatever their endings; if only folders match, the folders
-texts            the files in the folder and below it that have a known text ending, except hidden files and each .json
-                 that is one object over several lines, as tokenizers, configs and records are
+texts            the files with a known text ending in this folder and below, except hidden files. A .json that is one object
+                 over several lines is left out too: tokenizers, configs and records are such files
 """
 
 import glob
@@ -23,22 +23,22 @@ NAMES_SHOWN = 5
 
 @dataclass(slots=True)
 class Inputs:
-    """Input files, each once, in pattern order and sorted within a pattern, with counts for other files."""
+    """Input files, each once, in the order of the patterns and sorted within a pattern; and counts of names not used."""
 
     files: tuple[Path, ...] = ()
     patterns: tuple[str, ...] = ()
     """The first pattern that named each file, one per file."""
     num_links: int = 0
-    """Number of further names for these files (hard or symbolic links), which are not read again."""
+    """Number of further names (hard or symbolic links) of these files; a file is read once under its first name."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """Number of files in the folders that are not inputs, by ending."""
+    """Number of files in given folders that are not read as inputs, by ending."""
 
 
 def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
     """Find the files that paths, globs and folders name.
 
     Raises:
-        DataError: a pattern matches no input file; or, with `stop`, files are empty or unreadable (the message lists them).
+        DataError: a pattern matches no input file; or `on_bad` is stop, and files are empty or unreadable (the message lists them).
     """
     found: dict[tuple[int, int], list[tuple[Path, str]]] = {}
     """Each file's names and their patterns, by device and inode."""
@@ -78,7 +78,7 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
 
 
 def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
-    """Yield the input files below a folder, sorted by path; count the others in `passed_over`."""
+    """Yield the input files below a folder, sorted by path; count the files that are no inputs in `passed_over`, by ending."""
     paths = []
     for above, below, names in os.walk(folder):
         below[:] = [name for name in below if not name.startswith(".")]
@@ -91,7 +91,10 @@ def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    """Whether a folder contributes this file; an unreadable one with a known ending becomes a finding later."""
+    """Whether a file found in a folder is an input.
+
+    An unreadable file counts as one if its ending is known, so that it is reported later.
+    """
     return is_input_of_folder(path) if os.access(path, os.R_OK) else ending_of(path) in READERS
 
 

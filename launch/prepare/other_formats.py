@@ -1,7 +1,7 @@
 """Formats that are refused by name, most with a command that converts the file to a format that is read.
 
-Read as text, a table would become one document full of commas, JSON lines one full of braces, and an archive one full of raw bytes.
-A format is recognised by the file name's ending, or by unambiguous content.
+If such a file were read as text, it would become one document: a table's full of commas, a JSON file's full of braces, an
+archive's full of raw bytes. A format is recognised by the file name's ending, or by unambiguous content.
 """
 
 import codecs
@@ -22,10 +22,10 @@ from triaxis.launch.prepare.streams import GZIP, ZSTANDARD, open_plain, opener_o
 UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc", ".lz4": "lz4 -dc"}
 """Ending -> the command that decompresses a file to standard output."""
 HEAD_BYTES = 2**16
-"""Bytes read at a file's start to recognise its form; a longer first line is assumed to be one of many."""
+"""Bytes read at a file's start to recognise its format; JSON whose first line is longer is taken for JSON lines."""
 ROWS_COMPARED = 20
 LEAST_ROWS = 3
-"""Rows needed to recognise a table with blanks beside its commas, since prose has such commas too."""
+"""Rows after the header needed to recognise a table with blanks beside its commas; prose has such commas too."""
 LINES = (
     "import json; x = json.load(open(0, encoding='utf-8-sig')); "
     "[print(json.dumps(one)) for one in (x if isinstance(x, list) else [x])]"
@@ -48,9 +48,11 @@ class Refused:
 
     Attributes:
         title: format name, with its article.
-        command: template for the command that writes `result`, over {file}, {result} and {unpack} (prints the file decompressed).
-        result: template, over {file} and {stem}, for the converted file or folder; its name is unlikely to exist already.
-        advice: sentences after the command, or instead of one.
+        command: template for a command that converts the file; "" if there is none. Its fields are {file}, {result} and {unpack},
+            a command that prints the file decompressed.
+        result: template for the path of the converted file or folder, with the fields {file} and {stem}. Such a name is unlikely
+            to exist already.
+        advice: sentences to print after the command, or instead of one.
     """
 
     title: str
@@ -166,7 +168,7 @@ NOT_IN_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
 
 def refused_file(file: InputFile) -> Refused | None:
-    """Detect a file that its name misdescribes: a pointer (such as Git LFS's), or plain text named .gz or .zst.
+    """Detect a file whose content is not what its name says: a pointer (such as Git LFS's), or plain text named .gz or .zst.
 
     Raises:
         OSError: the file cannot be read.
@@ -184,9 +186,9 @@ def refused_file(file: InputFile) -> Refused | None:
 
 
 def refused_content(content: bytes | None) -> Refused | None:
-    """Recognise a refused format by a file's first bytes, or return None.
+    """Recognise a refused format by a file's first bytes; None if there is none.
 
-    A text may begin with the same letters, so a head that is valid text is never refused.
+    A text may begin with a format's letters. So content whose first HEAD_BYTES are valid text is never refused.
     """
     head = (content or b"")[:HEAD_BYTES]
     refused = next((each for at, magic, each in CONTENTS if head.startswith(magic, at)), None)
@@ -202,7 +204,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def json_form(head: bytes) -> Refused | None:
-    """Recognise a JSON array or a multi-line object by the first line; None for JSON lines."""
+    """Recognise by its first line a JSON array, or a JSON object over several lines; None: the file may be JSON lines."""
     first, end_of_line, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     if first.startswith(b"["):
         return JSON_ARRAY
@@ -211,9 +213,10 @@ def json_form(head: bytes) -> Refused | None:
 
 
 def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
-    """Recognise a refused format in a text: by its first bytes, as JSON records, or as a table with the text key; else None.
+    """Recognise a refused format in a file that was to be read as text; None if it is text.
 
-    If the user named the format, the content is accepted as it is.
+    Such formats are known by their first bytes, as JSON records, or as a table whose header has the text key. If the user named
+    the format, the content is accepted as it is.
     """
     if file.options.format is not None or content is None:
         return None
@@ -256,9 +259,10 @@ def _has_field(value: dict[str, Any] | None, key: str) -> bool:
 
 
 def _is_table(lines: Sequence[str], delimiter: str, key: str) -> bool:
-    """Whether the lines are a header that has the key, followed by rows with as many fields as the header.
+    """Whether the lines are a header that contains `key`, and rows with as many fields as the header.
 
-    Prose has blanks beside its commas. If the header does too, its names must be single words and LEAST_ROWS rows must follow.
+    Prose has blanks beside its commas. So if the header has blanks beside its commas, its names must be single words, and
+    LEAST_ROWS rows must follow.
     """
     if not lines or key not in lines[0]:
         return False

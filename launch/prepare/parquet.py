@@ -1,7 +1,7 @@
 """Documents from a parquet file: a column with text or with lists of ids, read one row group at a time.
 
-Reading a parquet file can start only at a row group. Text is read as bytes and decoded value by value, so that one bad value does
-not hide the others in its batch. Page checksums are compared if the writer stored any.
+Reading a parquet file can start only at a row group. Text is read as bytes and decoded value by value, so that a value that is no
+UTF-8 spoils no other value in its batch. If the writer stored page checksums, they are verified.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from triaxis.engine.data.corpus.optional import need
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, share, too_long
 
 BATCH_ROWS = 16
-"""Rows in memory at once: each may be as long as the longest allowed document."""
+"""Rows in memory at once. They are few, because each may be as long as the longest allowed document."""
 RULE = "Each row of a parquet file is one document; --text-key names another column."
 
 
@@ -25,7 +25,7 @@ class Parquet:
     title = "parquet"
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield one piece per row group; each counts as an equal share of the file's bytes.
+        """Yield one piece per row group, each with an equal share of the file's bytes; none if the file is bad.
 
         Raises:
             DataError: the package pyarrow is not installed.
@@ -109,7 +109,7 @@ def _document(
 
 
 def _column(arrow: Any, schema: Any, key: str) -> Any:
-    """Look up a column's type by its name, or by a dotted path into structs; KeyError if there is none."""
+    """Look up the type of a column, named `key` or reached by `key` as a dotted path into structs; KeyError if there is none."""
     if key in schema.names:
         return schema.types[schema.names.index(key)]
     kind = arrow.struct(list(schema))

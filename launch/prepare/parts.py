@@ -5,8 +5,8 @@
                  DIGEST.json      written last and atomically: counts, findings, and a hash over the other two files
                  progress         int64 [units, 5]: each unit's counts, for the progress line
 
-DIGEST hashes everything that decides a part's bytes: its pieces (path, size, mtime), the tokenizer and the options. So a later run
-finds a part exactly if it needs the same bytes.
+DIGEST is a hash over everything that decides a part's bytes: the input pieces (path, size, mtime), the tokenizer and the options.
+So a later run finds an earlier run's part if, and only if, it needs the same bytes.
 """
 
 import hashlib
@@ -37,11 +37,11 @@ class Part:
     """A complete part on disk."""
 
     path: Path
-    """Path shared by its files, without their suffix."""
+    """Path of the part's files, without their suffix."""
     num_documents: int
     num_tokens: int
     num_bytes: int
-    """Input bytes."""
+    """Number of input bytes that the part encodes."""
     num_unknown: int
     """Number of tokens with the tokenizer's unknown id."""
     left_out: Tally
@@ -62,7 +62,7 @@ def digest_of(unit: Unit, *options: object) -> str:
 
     Args:
         unit: input pieces.
-        options: all other values that decide the part's tokens.
+        options: all other values on which the part's tokens depend.
     """
     pieces = [
         [str(file.path.absolute()), file.size, file.mtime_ns, astuple(file.options), piece.start, piece.stop]
@@ -73,9 +73,10 @@ def digest_of(unit: Unit, *options: object) -> str:
 
 
 def find_part(path: Path, on_bad: OnBad) -> Part | None:
-    """Load the complete part at this path; None if it is absent or damaged, or if `on_bad` forbids its findings.
+    """Load the complete part at this path; None if it is absent or damaged.
 
-    The part is read and hashed, since a power cut may lose bytes that had been written.
+    It is also None if the part leaves out bad input, and `on_bad` says to stop at such input. The part is read and hashed, since
+    a power cut may lose bytes that had been written.
     """
     try:
         content = parse_json(path.with_suffix(".json").read_bytes())
@@ -159,19 +160,19 @@ class PartWriter:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The finished work in one unit or in a whole preparation."""
+    """Work that is finished, in one unit or in a whole preparation."""
 
     num_bytes: int = 0
     """Input bytes, including those in parts from an earlier run."""
     num_documents: int = 0
     num_tokens: int = 0
     found_bytes: int = 0
-    """Input bytes whose parts an earlier run had completed: they cost no time."""
+    """Input bytes in parts that an earlier run had completed, which cost no time; `found_tokens` are the tokens in these parts."""
     found_tokens: int = 0
 
 
 class ProgressTable:
-    """A memory-mapped table with every unit's counts: workers write one row per unit, the parent adds the rows up."""
+    """A memory-mapped table with a row of counts per unit. Workers write their units' rows, and the parent sums all rows."""
 
     COLUMNS = 5
 

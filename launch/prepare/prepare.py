@@ -4,9 +4,9 @@
       a reader per format             worker 1: encode   >--> PREFIX.parts --in the order of the plan--> PREFIX.bin, .idx, .json
                                       worker 2: encode  /
 
-The plan depends only on the files, and parts are joined in its order: 1 and 32 workers give the same corpus. A killed run leaves
-its complete parts, and the same command continues from them to the same bytes. PREFIX.json, written last, marks the corpus as
-complete and records its inputs and hashes; from these a second start decides whether anything is left to do.
+The plan depends only on the files, and the parts are joined in the plan's order. So 1 and 32 workers write the same corpus. A
+killed run leaves its complete parts, and the same command continues from them to the same bytes. PREFIX.json is written last and
+marks the corpus as complete. It records the inputs and hashes, from which a second start sees whether anything is left to do.
 """
 
 import multiprocessing
@@ -32,18 +32,21 @@ from triaxis.launch.prepare.readers import reader_of
 from triaxis.launch.prepare.train_bpe import size_to_train, train_bpe
 
 UNIT_BYTES = 2**20
-"""Fewest input bytes per unit: large compared with the cost of sending a unit to a worker."""
+"""Fewest input bytes per unit, so that encoding a unit takes much longer than sending it to a worker."""
 MOST_UNIT_BYTES = 64 * 2**20
 """Most bytes per unit, for files that can be cut. A killed run loses up to one unit per worker, some seconds of work."""
 UNITS = 4096
-"""Units per corpus between these sizes: enough to occupy any node, few enough for one folder of parts."""
+"""Number of units per corpus, if UNIT_BYTES and MOST_UNIT_BYTES allow it.
+
+These are enough to occupy all cores of any node, and few enough for one folder of parts.
+"""
 MOST_WORKERS = 1024
 """Most encoding processes, far more than any node has cores."""
 UNITS_AHEAD = 3
 """Units per worker that are submitted and not yet finished."""
 PROGRESS_SECONDS = 0.2
 INSTALLING = "installing"
-"""A file in the parts folder: the request digest for the corpus that is being moved into place."""
+"""A file in the parts folder with the digest of the request whose corpus is being moved into place."""
 
 Progress = Callable[[Done], None]
 
@@ -57,8 +60,8 @@ class PrepareRequest:
         tokenizer: name for `load_tokenizer`, or `train-bpe:N`.
         output: corpus prefix.
         options: reading options for all files.
-        text_keys: text key per file; if empty, the options' key for all.
-        eod_token: end-of-document token, or None for the tokenizer's own.
+        text_keys: field or column with the text, one per file; if empty, `options.text_key` is used for all files.
+        eod_token: end-of-document token; None: the tokenizer's own.
         append_eod: whether each document ends with that token.
         on_bad: whether to stop at bad input or to skip and count it.
     """
@@ -90,7 +93,7 @@ class PrepareRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A corpus record, and whether the corpus was complete before this call."""
+    """The result of `prepare`: the corpus's record, and whether the corpus was complete before."""
 
     record: CorpusRecord
     already_there: bool
@@ -117,12 +120,12 @@ def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
 
 
 def plan(files: Sequence[InputFile], findings: Findings) -> list[Unit]:
-    """Split the input into units, which depend on the files alone.
+    """Split the input into units of pieces; they depend on the files alone, not on the number of workers.
 
     A .jsonl may be cut at any byte; a file that is one document is never cut.
 
     Raises:
-        DataError: a whole file is bad, if the findings stop at it.
+        DataError: a file is bad as a whole, and `findings` stops at bad input.
     """
     step = min(max(UNIT_BYTES, sum(file.size for file in files) // UNITS), MOST_UNIT_BYTES)
     units: list[Unit] = []
@@ -152,14 +155,14 @@ def _pieces(file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
 def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, progress: Progress) -> Prepared:
     """Write the corpus PREFIX.bin, PREFIX.idx and PREFIX.json, unless it is complete already.
 
-    A second process with the same output waits for the first. After an error or a kill the output is absent or still the older
-    corpus, and PREFIX.parts holds the complete parts.
+    A second process with the same output waits until the first is done. After an error or a kill, the output is absent or the
+    older corpus is still there, and PREFIX.parts holds the parts that are complete.
 
     Args:
         request: inputs, tokenizer and output.
         num_workers: number of encoding processes.
-        force: whether to replace a corpus made from other inputs.
-        progress: function called with the finished work several times a second.
+        force: whether to replace a corpus of the same name that other inputs or settings gave.
+        progress: function that is called several times a second with the work finished so far.
 
     Raises:
         DataError: the tokenizer, an input or the output cannot be used, or the output holds another corpus.
@@ -203,7 +206,10 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
 
 
 def _identity(request: PrepareRequest) -> str:
-    """Return the tokenizer's contribution to the request's digest; for one to be trained, its settings alone."""
+    """Return the text by which the tokenizer enters the request's digest.
+
+    It is the tokenizer's identity, or, for a tokenizer that is yet to be trained, the settings of the training.
+    """
     if size_to_train(request.tokenizer) is not None:
         return f"{request.tokenizer} {request.eod_token}"
     return load_tokenizer(request.tokenizer, request.eod_token).identity
@@ -243,9 +249,9 @@ class OpenTokenizer:
     """A preparation's open tokenizer.
 
     Attributes:
-        tokenizer: open tokenizer.
-        name: name or path by which workers open it.
-        trained: tokenizer.json content if `train-bpe:N` asked for it, else None.
+        tokenizer: the tokenizer.
+        name: name or path by which workers open the same tokenizer.
+        trained: content of the tokenizer.json that `train-bpe:N` trained; None: the tokenizer existed before.
     """
 
     tokenizer: Tokenizer
@@ -254,7 +260,7 @@ class OpenTokenizer:
 
 
 def _open_tokenizer(request: PrepareRequest, units: Sequence[Unit], may_replace: bool) -> OpenTokenizer:
-    """Open the tokenizer; for `train-bpe:N`, train it first unless an earlier run has."""
+    """Open the request's tokenizer; `train-bpe:N` is trained first, unless an earlier run has left it in the parts folder."""
     vocab_size = size_to_train(request.tokenizer)
     if vocab_size is None:
         return OpenTokenizer(load_tokenizer(request.tokenizer, request.eod_token), request.tokenizer)
@@ -280,10 +286,11 @@ def _write(
     num_workers: int,
     progress: Progress,
 ) -> CorpusRecord:
-    """Make the parts, join them and move the corpus into place.
+    """Encode the parts, join them and move the corpus into place.
 
-    `left_out` holds the plan's findings, and the parts' findings are added to it. After INSTALLING is written and before the record
-    is, the output's files may belong to two corpora: a later start with the same request finishes them without --force.
+    `left_out` holds the findings of the plan, and those of the parts are added to it. If a run is killed after it wrote the file
+    INSTALLING and before it wrote the record, the output's files may belong to two corpora. A later start with the same request
+    then replaces them without --force.
     """
     tokenizer, dtype = opened.tokenizer, smallest_dtype(opened.tokenizer.vocab_size)
     options = (dtype.str, request.append_eod)
@@ -347,7 +354,7 @@ def _num_empty(left_out: Tally) -> int:
 def _parts_in_order(
     units: Sequence[Unit], names: Sequence[str], job: EncodeSettings, num_workers: int, progress: Progress
 ) -> Generator[Part, None, None]:
-    """Yield the parts in plan order, while workers make later ones."""
+    """Yield the parts in the plan's order, while workers encode later parts."""
     if not units:
         return
     table = ProgressTable(job.folder / PROGRESS, len(units), create=True)

@@ -7,8 +7,8 @@
     .npy, .bin               ready-made tokens                            a piece is the file
     .csv, .tar, .xz, ..      refused by name: `other_formats.py`
 
-Endings are matched without regard to case. Content that contradicts the name is decompressed or refused. A new format is a class
-with `title`, `pieces` and `documents`, and a row in READERS.
+Endings are matched without regard to case. A file whose content contradicts its name is decompressed if it is compressed, else it
+is refused. To add a format, write a class with `title`, `pieces` and `documents` (`Reader`), and add its endings to READERS.
 """
 
 import codecs
@@ -53,7 +53,7 @@ class Reader(Protocol):
         ...
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield a file's pieces in order; they depend on the file and `step` alone. A bad file has none.
+        """Yield a file's pieces in order, which depend on the file and `step` alone; none if the file is bad.
 
         Args:
             file: non-empty input file.
@@ -63,7 +63,7 @@ class Reader(Protocol):
         ...
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield a piece's non-empty documents; report bad ones, and optionally the progress, to `reading`.
+        """Yield a piece's non-empty documents; add bad ones to `reading`, and optionally set its `done_bytes` for the progress.
 
         Raises:
             OSError: the file cannot be opened or read.
@@ -170,19 +170,19 @@ def _cut(file: InputFile, step: int) -> Iterator[Piece]:
 
 
 def _has_border(separator: str) -> bool:
-    """Whether the separator can overlap itself: then its positions depend on where reading began."""
+    """Whether the separator can overlap itself. If it can, the places where it is found depend on where reading begins."""
     return any(separator.startswith(separator[start:]) for start in range(1, len(separator)))
 
 
 def _whole(stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield a file as one record, like `split_at`."""
+    """Yield a whole file as one (0, content) record, in the form of `split_at`; content is None above the size limit."""
     limit = piece.file.options.max_document_bytes
     content = stream.content.read(limit + 1)
     yield 0, None if len(content) > limit else content
 
 
 def _head(path: Path) -> bytes | None:
-    """Read a file's first HEAD_BYTES, decompressed; None if they are damaged, which the reader will report."""
+    """Read a file's first HEAD_BYTES, decompressed; None if these bytes are damaged, which `documents` reports later."""
     try:
         with opener_of(path)(path) as stream:
             return stream.content.read(HEAD_BYTES)
@@ -207,7 +207,11 @@ def _document(line: bytes, text_key: str, place: InputPlace, reading: Reading) -
 
 
 def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
-    """Parse a line into (fault, detail, ""), or (None, "", text or ids); ValueError if it is not JSON."""
+    """Parse a line: (None, "", text or ids) if it is good, else (fault, detail, "").
+
+    Raises:
+        ValueError: the line is not JSON, or not UTF-8.
+    """
     # If an object had the key twice, one text would be lost silently.
     value = parse_json(line.decode(), is_unique=line.count(f'"{text_key}"'.encode()) > 1)
     try:
@@ -262,7 +266,7 @@ READERS: dict[str, Reader] = {
 
 
 def reader_of(path: Path, options: ReadOptions) -> Reader:
-    """Choose a file's reader: by the options, else by its name's ending, else text."""
+    """Choose a file's reader by the format in the options, else by the ending of the name; a file with neither is read as text."""
     if options.format is not None:
         return FORMATS[options.format]
     ending = ending_of(path)
@@ -276,7 +280,7 @@ def ending_of(path: Path) -> str:
 
 
 def is_input_of_folder(path: Path) -> bool:
-    """Whether a folder contributes this file: it has a known ending, holds no tokens and is not a multi-line .json object."""
+    """Whether a file found in a folder is an input: its ending is known, it holds no tokens, and is no multi-line .json object."""
     ending = ending_of(path)
     if ending == ".json":
         head = _head(path)

@@ -1,7 +1,7 @@
 """Files as byte streams, decompressed on the fly if needed, and their split into records.
 
-A file is decompressed if its first bytes or its name say so, since a download may change the name but not the content. A compressed
-file can only be read from its beginning. A damaged one yields the bytes before the damage, then raises `DamagedStreamError`.
+A file is decompressed if its first bytes or its name say that it is compressed; a download may change the name. A compressed file
+can only be read from its beginning. Reading a damaged file yields the bytes before the damage, then raises `DamagedStreamError`.
 """
 
 import gzip
@@ -18,7 +18,7 @@ from triaxis.engine.data.corpus.pieces import Piece
 
 BLOCK_BYTES = 2**20
 COMPRESSED_BYTES = 2**17
-"""Bytes read at a time from a .zst: they are decompressed in one piece, which may be many times as large."""
+"""Bytes read at a time from a .zst; all of them are decompressed at once, to perhaps many times as many bytes."""
 GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """First bytes in compressed files (RFC 1952, RFC 8878)."""
 RECORD_BLOCK_BYTES = 2**16
@@ -36,7 +36,7 @@ class Stream:
     """An open input file."""
 
     content: io.BufferedReader
-    """Its bytes, decompressed."""
+    """The file's bytes, decompressed."""
     raw: BinaryIO
     """The file on disk; its position measures the progress."""
 
@@ -71,7 +71,11 @@ def open_zstandard(path: Path) -> Iterator[Stream]:
 
 
 def opener_of(path: Path) -> Opener:
-    """Choose the function that opens a file: by its first bytes, then by its name; OSError if it cannot be read."""
+    """Choose the function that opens a file, by the file's first bytes or else by its name.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with path.open("rb") as handle:
         head = handle.read(len(ZSTANDARD))
     if head.startswith(GZIP) or (path.name.lower().endswith(".gz") and head != ZSTANDARD):
@@ -82,8 +86,9 @@ def opener_of(path: Path) -> Opener:
 def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
     """Yield (file offset, content) for each record that begins in a piece; content is None above the options' size limit.
 
-    A record begins at the file's start or after a separator, so each record belongs to exactly one piece. A later piece starts
-    reading one separator earlier: if a separator ends at the piece's border, its first record begins at the border.
+    A record begins at the file's start or after a separator, so each record belongs to exactly one piece. A piece that does not
+    begin the file is read from one separator's length before its start. If a separator ends there, the piece's first record
+    begins at its start.
     """
     # held: bytes read but not yet yielded; searched: leading bytes in `held` without a separator; dropped: an oversized record's
     # bytes already thrown away.
@@ -122,7 +127,7 @@ def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """Yield the decompressed frames. The library's own reader would mistake a truncated frame for the file's end."""
+    """Yield a .zst's decompressed bytes. The library's own reader would mistake a truncated frame for the file's end."""
     zstandard = need("zstandard", "a .zst")
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_ZSTANDARD_WINDOW)
     frame: Any = None
@@ -141,7 +146,7 @@ def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 
 class _Blocks(io.RawIOBase):
-    """A readable file over a block iterator, for BufferedReader."""
+    """A raw file that reads from an iterator of blocks, so that BufferedReader can wrap it."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._rest = blocks, memoryview(b"")

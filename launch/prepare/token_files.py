@@ -4,7 +4,7 @@
     .bin   from llm.c: 256 int32 (magic, version, n), then n tokens
     .bin   from nanoGPT, and .npy from OLMo: tokens alone, uint16 if the vocabulary fits, else uint32
 
-Each row in a 2-dim array is a document; a 1-dim array is cut after each end-of-document token.
+Each row in a 2-dim array is a document. In a 1-dim array, a document ends after each end-of-document token.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 LLM_C_HEADER = 256
 BLOCK_TOKENS = 2**22
 LEAST_TO_SEE = 16
-"""Fewest tokens for which alternating zeros cannot be a coincidence."""
+"""Fewest tokens for which zeros at every second place show that the file has wider tokens than assumed."""
 RULE = "Tokens are integers: numpy's .npy, or a .bin of nanoGPT or llm.c."
 
 
@@ -44,7 +44,7 @@ class TokenFile:
             yield Piece(file, 0, file.size, file.size)
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield the documents: rows, or the stretches up to each end-of-document token."""
+        """Yield the documents: an array's rows, or the tokens up to and including each end-of-document token."""
         place = InputPlace(str(piece.file.path))
         vocabulary = reading.vocabulary
         try:
@@ -62,7 +62,11 @@ class TokenFile:
 
 
 def _open(path: Path, vocab_size: int) -> Tokens:
-    """Memory-map a file's tokens, integers [n] or [documents, n]; ValueError if it holds none."""
+    """Memory-map a file's tokens, integers [n] or [documents, n].
+
+    Raises:
+        ValueError: the file holds no tokens, or tokens of another width.
+    """
     with path.open("rb") as handle:
         head = handle.read(4 * LLM_C_HEADER)
     if head.startswith(NUMPY):

@@ -16,11 +16,11 @@ from triaxis.launch.prepare.encode import documents
 
 PREFIX = "train-bpe:"
 TRAINING_BYTES = 256 * 2**20
-"""Upper limit on training text; more text would change the merges little."""
+"""Most training text, in bytes; more text would change the merges little."""
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-document token."""
 LARGEST_VOCABULARY = 2**24
-"""Far above any in use; the library allocates memory for the whole vocabulary at once."""
+"""Far above any vocabulary in use; a limit is needed because the library allocates memory for the whole vocabulary at once."""
 
 
 def size_to_train(name: str) -> int | None:
@@ -45,7 +45,7 @@ def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_
     """Train a tokenizer and return its tokenizer.json; a short text may give fewer than `vocab_size` tokens.
 
     Raises:
-        DataError: bad input, if `on_bad` stops at it, or input that is tokens already.
+        DataError: an input is bad and `on_bad` is stop, or an input holds tokens and no text.
     """
     import tokenizers  # 10 MB of native code, only needed here
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -66,7 +66,7 @@ def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_
 
 
 def _sample(units: Sequence[Unit], on_bad: OnBad) -> Iterator[str]:
-    """Yield documents from evenly spaced units. Bad input is not counted here; `encode.py` counts it."""
+    """Yield documents from evenly spaced units, about TRAINING_BYTES at most. `encode.py` counts bad input, not this function."""
     total = sum(piece.num_bytes for unit in units for piece in unit)
     step = max(1, -(-total // TRAINING_BYTES))
     left = TRAINING_BYTES

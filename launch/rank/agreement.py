@@ -1,5 +1,7 @@
 """Facts that all ranks of a run must share, compared before the first step: otherwise ranks could silently train different models.
 
+Facts come from these ranks:
+
 every rank             the configuration, except paths on its node
 first rank of a node   package sources, versions of torch and kernel packages; when training also corpora and tokenizer
 """
@@ -26,7 +28,7 @@ from triaxis.engine.program import ROOT
 from triaxis.engine.storage.redaction import tree_without_secrets
 
 PACKAGES = ("torch", "triton", "transformer-engine", "apex")
-"""Packages that compute a step."""
+"""Packages whose versions affect what a step computes."""
 
 PRODUCT = ("engine", "models", "launch")
 NODE_FIELDS = ("data.cache_dir", "data.tokenizer", "model.extension.source", "runtime.runs_dir")
@@ -44,7 +46,7 @@ def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None
         trains: whether the ranks read corpora.
 
     Raises:
-        TopologyError: on every rank: the first difference, both values and both nodes.
+        TopologyError: ranks differ; raised on every rank, with the first difference, both values and both nodes.
         PeerLostError: a rank does not answer within `runtime.timeout_seconds`.
     """
     if is_alone():
@@ -107,7 +109,7 @@ def _config_facts(config: Config) -> dict[str, Any]:
 
 
 def _node_facts(config: Config, *, trains: bool) -> dict[str, Any]:
-    """Return digests of the package's files, package versions, and identities of the data that the run reads."""
+    """Return digests of Triaxis's source files, package versions, and identities of the data that the run reads."""
     files = sorted(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
     facts = {f"the source {path.relative_to(ROOT)}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     for name in PACKAGES:

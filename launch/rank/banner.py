@@ -74,7 +74,9 @@ def describe(engine: Engine) -> RunDescription:
 
 
 def predicted_memory_line(engine: Engine, held_before: int) -> str:
-    """Format the fullest rank's predicted memory, with its GPU's memory or, on a CPU, with what each process holds without it.
+    """Format the predicted memory of the rank that needs most.
+
+    On a GPU the line also has the GPU's memory; on a CPU, what each process holds without the model.
 
     Args:
         engine: this rank's engine.
@@ -107,7 +109,10 @@ def measured_memory(engine: Engine, held_before: int) -> str:
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:
-    """Return the loss of simpler models on the training corpus, in nats per token; the first corpus represents a blend."""
+    """Return the loss of simpler models on the training corpus, in nats per token; {} for random tokens.
+
+    A blend of corpora is represented by its first.
+    """
     if config.data.synthetic:
         return {}
     measured = entropies(open_corpus(config.data.train[0].path, config.model.own), config.model.vocab_size)

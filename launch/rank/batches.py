@@ -32,7 +32,10 @@ def open_batches(
     *,
     weighs: bool = True,
 ) -> Batches:
-    """Open this rank's batches at the first sample that is not consumed; an extension's loss may weigh the labels."""
+    """Open this rank's batches at the first sample that is not consumed.
+
+    With `weighs`, labels have the weights that an extension's loss gives them, if there is one.
+    """
     at = topology.coordinates
     return Batches(
         dataset,

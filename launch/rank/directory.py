@@ -16,7 +16,7 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
     Args:
         stem: stem of the config's file name, which names an unnamed run.
         from_scratch: whether a run with saved checkpoints should start at step 0 again.
-        is_first_start: whether this command was not started before. A restarted job continues from its own checkpoints, so
+        is_first_start: whether the command is started for the first time. A restarted job continues from its own checkpoints, so
             `from_scratch` then counts only if no attempt has begun since it was asked for.
 
     Raises:

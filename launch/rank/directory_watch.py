@@ -3,9 +3,10 @@
     removed    rm -r runs/demo            earlier metrics, events, logs and checkpoints are lost
     moved      mv runs/demo runs/old      they are in the moved folder
 
-Either way the lock went with the folder, and a second start of the run would write to the same path. So the locks are taken again,
-config.yaml is rewritten, and metrics, events, logs and checkpoints continue in a new folder with the old name. Logs on a node that
-shares no folder with rank 0 do not. If another run has taken the path since, it keeps it and this run ends.
+Either way the lock is gone with the folder, so a second start of the run could write to the same path. So the locks are taken
+again, config.yaml is rewritten, and metrics, events, logs and checkpoints continue in a new folder with the old name. Logs on a
+node that shares no folder with rank 0 are not restored. If another run has taken the path meanwhile, that run keeps it, and this
+one ends.
 """
 
 import time
@@ -24,7 +25,7 @@ class DirectoryWatch(StepWatcher):
 
     Args:
         directory: run directory in which this attempt has begun.
-        telemetry: telemetry that reports a loss and whose files are reopened.
+        telemetry: telemetry that reports the loss of the directory; its files are reopened in the new one.
         clock: function that returns seconds.
     """
 

@@ -81,7 +81,7 @@ class FirstOrders:
         self._opened: tuple[Config, Datasets] | None = None
 
     def build(self, config: Config) -> None:
-        """Build missing orders. Errors are reported after the ranks have met, when they can name the node that differs."""
+        """Build missing orders. Errors are ignored here; the ranks report them after they have met and can name the node."""
         try:
             newest = to_go_on_with(
                 config, self._stem, from_scratch=self._from_scratch, is_first_start=self._is_first_start

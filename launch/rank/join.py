@@ -47,7 +47,7 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
     Args:
         argv: config path and overrides.
         environment: this rank's environment.
-        trains: whether the rank trains, so that its predicted memory must fit. (torchrun's launcher has checked that.)
+        trains: whether the rank trains, so that its predicted memory must fit; under torchrun, the launcher has checked this.
 
     Raises:
         ConfigError: all problems at once, before any process group exists.

@@ -25,9 +25,9 @@ _LOST = re.compile(
     rf"(?: {_ADDRESS})?",
     re.IGNORECASE,
 )
-"""Words in gloo's, NCCL's and the torch store's errors about a peer that is gone or does not answer, and gloo's address for it.
+"""Words in gloo's, NCCL's and the torch store's errors about a peer that is gone or does not answer, with the address, if any.
 
-The address follows the words if the peer's end was closed, and precedes them if unread bytes turned that into a reset.
+gloo prints the peer's address after the words if the peer closed the connection, and before them if unread bytes led to a reset.
 """
 
 _SHOWN = 4
@@ -64,7 +64,7 @@ def naming_lost_peers(
 
 
 def lost(beat: Beat, topology: Topology) -> str:
-    """Describe the lost peers and the call, from the call that a rank waits for."""
+    """Describe the lost peers and the call in which they were lost, from the call that this rank's heartbeat waits for."""
     if not beat.op:  # a post: nobody waits yet
         return "a peer"
     axis = topology.optional_axis(beat.axis)

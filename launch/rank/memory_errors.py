@@ -1,5 +1,7 @@
 """Out-of-memory errors and the memory that ran out: one list for every library that allocates.
 
+Each allocator or library, and the errors that it raises:
+
     torch's GPU allocator          torch.OutOfMemoryError
     torch, pinned memory           CUDA error: out of memory (the GPU allocator has its own error, above)
     CUDA's driver API, Triton      CUDA driver error: out of memory; Triton Error [CUDA]: out of memory

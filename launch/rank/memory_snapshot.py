@@ -23,7 +23,7 @@ def remember_allocations(record: Callable[..., object] = torch.cuda.memory._reco
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """One rank's snapshot file, whose folder is created; with a history if `remember_allocations` was called."""
+    """A writer of one rank's snapshot file and its folder; `has_history`: `remember_allocations` was called."""
 
     path: Path
     has_history: bool

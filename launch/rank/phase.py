@@ -21,7 +21,7 @@ from triaxis.engine.run.directory import RunDirectory, run_name
 def config_of_phase(
     config: Config, stem: str, environment: RankEnvironment, *, from_scratch: bool, is_first_start: bool
 ) -> Config:
-    """Return the config with the fields of the phase in which the run continues; every rank calls it after `start`.
+    """Return the config for the phase in which the run continues; every rank calls it once the ranks can reach each other.
 
     Args:
         config: configuration as read.
@@ -46,12 +46,15 @@ def config_of_phase(
 
 
 def phase_after(config: Config, candidate: Candidate | None) -> str:
-    """Return the name of the phase that follows a checkpoint; for None, of the first phase."""
+    """Return the name of the phase that follows a checkpoint, or of the first phase if there is no checkpoint."""
     return phase_at(config, 0 if candidate is None else candidate.manifest.state.consumed_tokens).name
 
 
 def config_after(config: Config, candidate: Candidate | None) -> Config:
-    """Return the configuration in which a run continues from a checkpoint; print a note about a setting that is kept."""
+    """Return the configuration in which a run continues from a checkpoint.
+
+    The sequence loss keeps counting what it counted in that run; a note is printed if `config` says otherwise.
+    """
     if candidate is None:
         return config
     kept = with_kept_counts(candidate.manifest.config, config)
@@ -64,7 +67,7 @@ def config_after(config: Config, candidate: Candidate | None) -> Config:
 
 
 def to_go_on_with(config: Config, stem: str, *, from_scratch: bool, is_first_start: bool) -> Candidate | None:
-    """Find the checkpoint from which the run would continue; None: it begins.
+    """Find the checkpoint from which the run would continue; None: the run begins at step 0.
 
     Problems with that checkpoint are reported when it is loaded; until then the run is assumed to begin.
     """

@@ -72,7 +72,7 @@ def open_memory_check(engine: Engine) -> MemoryCheck | None:
 
 
 def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetry: Telemetry) -> None:
-    """Merge the timeline rows on rank 0, if this attempt wrote any; the loop has ended on all ranks."""
+    """Merge the timeline rows on rank 0, if this attempt wrote any; call it after the loop has ended on all ranks."""
     if times is None:
         return
     times.finish()

@@ -68,14 +68,14 @@ class Watchers:
         return watch if self._profiler is None else [*watch, TraceNotice(self._profiler, self._directory, telemetry)]
 
     def close(self) -> None:
-        """Close each watcher once."""
+        """Close all watchers; a second call does nothing."""
         while self.steps:
             self.steps.pop(0).close()
 
 
 @dataclass(eq=False)
 class TraceNotice(StepWatcher):
-    """The event and the printed line for a trace, once it is written."""
+    """A watcher that reports the profiler's trace, once it is written, as an event and a printed line."""
 
     profiler: StepProfiler
     directory: RunDirectory

@@ -32,10 +32,10 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def find_repeats(args: argparse.Namespace) -> int:
-    """Print the tokens that a run has read; return 1 for a repeat, a jump, or an epoch that lost tokens.
+    """Print how many tokens a run has read, and which twice; return 1 for a repeat, a jump, or an epoch that left out tokens.
 
-    At an epoch's end, each sequence length leaves over fewer labels than one sample has. An epoch counts as lost only if it misses
-    at least the sum over these sequence lengths.
+    At an epoch's end fewer labels than one sample has may be left over, once for each sequence length. An epoch counts as having
+    left out tokens only if it misses at least the sum of the sequence lengths.
     """
     run = read_run(args.run)
     if run.config is None:
@@ -56,20 +56,20 @@ def find_repeats(args: argparse.Namespace) -> int:
 
 
 class _Sources:
-    """A cache of opened datasets, by the settings that decide their samples."""
+    """A cache of open datasets; configurations that describe the same samples share one."""
 
     def __init__(self) -> None:
         self._opened: dict[str, SampleSource] = {}
 
     def open(self, config: Config, skipped: SkippedRanges) -> SampleSource:
-        """Open the samples that a config describes, indexed by their ids in the run."""
+        """Open the training samples that a config describes, indexed by sample id in the run."""
         key = repr((data_segments(config), config.train.seed, config.data, skipped.ranges))
         if key not in self._opened:
             self._opened[key] = open_run_datasets(config).train_after(skipped)
         return self._opened[key]
 
     def labels_of(self, config: Config, corpus: str) -> int:
-        """Count the labels in one epoch: all the corpus's tokens except the first."""
+        """Count the labels in one epoch of a corpus: all tokens except the first."""
         source = self.open(config, SkippedRanges())
         assert isinstance(source, Blend), "random tokens are of no corpus"
         streams = [each.stream if isinstance(each, ContinuedStream) else each for each in source.sources]

@@ -23,7 +23,7 @@ EXAMPLES = """examples:
   triaxis data which --run runs/gpt_tiny --step 120 --text
 """
 MOST_CHARACTERS = 200
-"""Most characters per part that `--text` shows."""
+"""Most characters of each document part that `--text` shows."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def which_documents(args: argparse.Namespace) -> int:
-    """Print a step's samples, each with its document parts."""
+    """Print the samples of the step `args.step`, each with the document parts of which it consists; return 0."""
     run = read_run(args.run)
     config = run.config
     if config is None:
@@ -68,7 +68,7 @@ def which_documents(args: argparse.Namespace) -> int:
 
 
 class _Reader:
-    """A run's corpus, and the tokenizer in its record; if it has no record, the run's tokenizer."""
+    """A corpus that a run reads, and the tokenizer that decodes it: the recorded one, or the run's if there is no record."""
 
     def __init__(self, prefix: str, config: Config) -> None:
         record = read_record(prefix)
@@ -76,7 +76,7 @@ class _Reader:
         self._corpus, self._tokenizer = open_corpus(prefix, config.model.own), load_tokenizer(name)
 
     def text(self, part: DocumentPart) -> str:
-        """Decode a part's beginning, at most MOST_CHARACTERS."""
+        """Decode the beginning of a document part to at most MOST_CHARACTERS characters."""
         # A token is usually one character or more, so this many tokens are enough.
         last = part.first + min(part.length, MOST_CHARACTERS)
         return self._tokenizer.decode(self._corpus.tokens(part.document, part.first, last).tolist())[:MOST_CHARACTERS]

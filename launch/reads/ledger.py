@@ -1,9 +1,9 @@
 """The documents that a step read, sample by sample, computed from the configuration and never recorded.
 
-    step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, its own sample)  ->  document parts
+    step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, sample in the corpus)  ->  document parts
 
-A step's samples follow from the configuration, the step number and the skipped ranges, in every layout. So the result holds for any
-number of ranks and restarts.
+The configuration, the step number and the skipped ranges determine a step's samples. So the result is the same in every layout, and
+after any number of restarts.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ class SampleRead:
     """One sample in a step.
 
     Attributes:
-        position: sample number in the run, from 0.
-        sample_id: sample number in the data, from 0; larger than `position` after skipped ranges.
-        corpus: corpus prefix.
-        epoch: epoch number within the corpus, from 0.
-        pieces: stretches of consecutive tokens in the epoch, each as document parts in order. A piece's first token is not a label,
-            and the sample's last token is a label only.
+        position: index of the sample in the run, from 0.
+        sample_id: index of the sample in the data, from 0; larger than `position` after skipped ranges.
+        corpus: prefix of the sample's corpus.
+        epoch: index of the epoch within the corpus, from 0.
+        pieces: stretches of consecutive tokens in the epoch, each as document parts in order. The first token of a piece is only
+            an input, never a label. The sample's last token is only a label.
     """
 
     position: int
@@ -47,7 +47,7 @@ def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: Ski
     Args:
         step: step number, from 1.
         phase: run phase that contains the step.
-        source: blend for this phase, indexed by ids in the run (`Datasets.train_after`).
+        source: the phase's blend, indexed by sample id in the run (`Datasets.train_after`).
         skipped: sample ids that the run leaves out.
     """
     first = phase.samples_before(step - 1)
@@ -56,7 +56,7 @@ def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: Ski
 
 
 def read_of(source: SampleSource, sample_id: int, position: int) -> SampleRead:
-    """Locate the documents that one blend sample comes from."""
+    """Find the corpus and the document parts of one sample in a blend."""
     assert isinstance(source, Blend), "random tokens come from no corpus"
     number, inner = source.locate(sample_id)
     stream = source.sources[number]

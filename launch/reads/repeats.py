@@ -3,10 +3,12 @@
     attempt 0   steps 1 .. 43                      ->  spans, each step from the attempt that made it last:
     attempt 1   resumed after 40, steps 41 .. 60       1 .. 40 from attempt 0, 41 .. 60 from attempt 1
 
-Within one epoch each token in a corpus should be predicted once. So labels are counted by (corpus, epoch, document), which also
-compares attempts with other seeds, blends or lengths. A sample predicts all tokens in a piece except the first.
+Within one epoch each token in a corpus should be predicted once. So labels are counted by (corpus, epoch, document). This also
+works if attempts have different seeds, blends or sequence lengths. A sample predicts all tokens of each of its pieces except the
+piece's first.
 
-Once the next epoch has begun, every label in this one must have been read, except skipped samples and less than one sample per cut.
+Once the next epoch has begun, every label of this epoch must have been read. Exceptions are labels in skipped samples and, for each
+sequence length, fewer labels than one sample has.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -27,11 +29,11 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """Consecutive steps that one attempt made last, with the same skipped ranges.
+    """Consecutive steps that the same attempt was the last to run, with the same skipped ranges.
 
     Attributes:
-        first_step, end_step: bounds for the steps first_step + 1 .. end_step, as users count them.
-        attempt: attempt number.
+        first_step, end_step: the span has the steps first_step + 1 .. end_step, counted from 1.
+        attempt: index of the attempt.
         config: configuration used by the attempt.
         skipped: sample ids that these steps left out.
     """
@@ -52,7 +54,7 @@ class ReadSpan:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Tokens `first` .. `first + length - 1` in a document, which two steps have predicted in the same epoch."""
+    """Tokens `first` .. `first + length - 1` in a document, which two steps have both predicted in the same epoch."""
 
     corpus: str
     epoch: int
@@ -68,9 +70,9 @@ class EpochRead:
     """Label counts for one epoch of a corpus.
 
     Attributes:
-        labels: labels in the epoch, all its tokens except the first.
-        read: labels that steps have read.
-        skipped: labels that only skipped samples contain.
+        labels: number of labels in the epoch: all tokens except the first.
+        read: number of labels that steps have read.
+        skipped: number of labels that are in skipped samples and that no step has read.
         is_over: whether a later epoch has begun.
     """
 
@@ -83,7 +85,7 @@ class EpochRead:
 
     @property
     def left_out(self) -> int:
-        """Number of labels that are in no step and no skipped sample."""
+        """Number of labels that no step has read and no skipped sample contains."""
         return self.labels - self.read - self.skipped
 
 
@@ -92,7 +94,7 @@ class RunReads:
     """A whole run's reads.
 
     Attributes:
-        num_samples: samples that the steps consumed.
+        num_samples: number of samples that the steps consumed.
         repeats: tokens that were read twice.
         epochs: label counts per epoch.
         jumps: messages about steps whose samples do not follow the previous step's.
@@ -113,7 +115,7 @@ def reads_of_run(
 
     Args:
         spans: spans that cover all steps, in order.
-        open_source: function that opens a config's samples, indexed by their ids in the run.
+        open_source: function that opens a config's samples, indexed by sample id in the run.
         labels_of: function that counts the labels per epoch in a corpus.
     """
     read: dict[Place, list[tuple[int, int, int]]] = {}
@@ -142,7 +144,7 @@ def reads_of_run(
 
 
 class _Names:
-    """One name per corpus, since attempts may spell its path differently or reach it by a link."""
+    """One name for each corpus, whose path attempts may spell differently or reach through a link."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
@@ -156,7 +158,7 @@ class _Names:
 
 
 def _identity(prefix: str) -> Hashable:
-    """Return a key that is equal if two names mean one corpus; an extension's corpus is identified by its path alone."""
+    """Return a key that two names of the same corpus share; for an extension's corpus, the key is the name itself."""
     return prefix if prefix.startswith(OWN_CORPUS) else IndexedTokens(prefix).identity
 
 
@@ -170,14 +172,17 @@ def _add(places: dict[Place, list[tuple[int, int, int]]], corpus: str, one: Samp
 
 
 def _skipped_between(skipped: SkippedRanges, position: int, end: int) -> Iterator[int]:
-    """Yield the skipped ids between the sample at `position - 1` and the one at `end - 1`."""
+    """Yield the skipped sample ids between the samples at the positions `position - 1` and `end - 1`."""
     before = skipped.id_at(position - 1) if position else -1
     for start, stop in skipped.ranges:
         yield from range(max(start, before + 1), min(stop, skipped.id_at(end - 1)))
 
 
 def _overlaps(place: Place, intervals: list[tuple[int, int, int]]) -> Iterator[Repeat]:
-    """Yield the tokens that an interval (first, end, step) shares with the furthest-reaching one before it."""
+    """Yield a `Repeat` for each interval (first, end, step) that begins before an earlier interval ends.
+
+    It has the tokens that the interval shares with the earlier interval that ends last.
+    """
     reached, by = 0, 0
     for first, end, step in sorted(intervals):
         if first < reached:

@@ -1,4 +1,4 @@
-"""A run's spans: its steps as last made, grouped by attempt and skipped ranges, read from its files."""
+"""A run's spans, read from its files: its steps, grouped by the attempt that ran them last and by skipped ranges."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,7 +15,11 @@ from triaxis.launch.report.record import RunRecord
 
 
 def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
-    """Yield a run's steps as they were last made, grouped by attempt and skipped ranges."""
+    """Yield a run's steps in order, grouped by the attempt that ran them last and by skipped ranges.
+
+    `config` is the run's configuration. Each attempt recorded the fields that decide which samples a step reads, and these replace
+    the fields of `config` in the attempt's spans.
+    """
     begun = {event.attempt: event for event in run.events if event.kind == "begun"}
     rollbacks = [event for event in run.events if event.kind == "rolled_back"]
 
@@ -34,7 +38,10 @@ def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
 
 
 def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
-    """Return the span that contains a step, counted from 1; a step not made yet gets the last attempt and its skipped ranges."""
+    """Return the span that contains a step, counted from 1.
+
+    For a step that no attempt has run yet, the span has only this step, with the last attempt and its skipped ranges.
+    """
     spans = list(spans_of(run, config))
     found = next((span for span in spans if span.first_step < step <= span.end_step), None)
     if found is not None:
@@ -45,7 +52,10 @@ def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
 
 
 def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: Sequence[Event]) -> SkippedRanges:
-    """Find the skipped ranges at a step: from the attempt's last rollback before it, else those the attempt began with."""
+    """Find the skipped ranges of a step that an attempt ran.
+
+    They are those of the attempt's last rollback to an earlier step; if there was none, those with which the attempt began.
+    """
     began_with = begun[attempt].details.get("skipped") if attempt in begun else None
     # Attempts made by older versions do not record their first ranges; the last rollback in an earlier attempt has them.
     before = [event.details.get("skipped") for event in rollbacks if event.attempt < attempt]

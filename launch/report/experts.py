@@ -1,6 +1,7 @@
 """The load on experts as heat maps: expert by layer, and layer by step.
 
-tokens of an expert / the mean of its layer      0 is the full first colour, 1 none, `full` and more the full second colour
+A cell's shade shows an expert's tokens divided by the mean over the experts in its layer. A ratio of 0 gets the full first colour,
+1 no colour, and `full` (an argument of `heat_map`) or more the full second colour.
 """
 
 import math
@@ -13,13 +14,13 @@ from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from triaxis.launch.report.record import RunRecord, number
 
 MOST_COLUMNS = 150
-"""Columns in a map over steps; with more steps, each column is the mean over several."""
+"""Largest number of columns in a map over steps; with more steps, each column is the mean over several."""
 MOST_EXPERTS = 256
-"""Columns in a map of experts; with more experts, each column is the fullest among several neighbours."""
+"""Largest number of columns in a map of experts; with more experts, each column is the fullest among several neighbours."""
 FULL_EXPERT, FULL_LAYER = 2.0, 3.0
-"""Ratios that get the full colour: an expert's, and that of a layer's fullest expert."""
+"""Load ratios that get the full second colour: in the map of experts, and in the map of each layer's fullest expert."""
 MOST_TITLES = 2048
-"""Largest number of cells that show their values under the pointer; a larger map is drawn without them."""
+"""Largest number of cells in a map that shows values under the pointer; a larger map shows no values."""
 LEVELS = 10
 """Shades per colour."""
 
@@ -27,7 +28,7 @@ _LEFT, _TOP, _BOTTOM = 62, 6, 36
 
 
 def expert_load(run: RunRecord) -> str:
-    """Render the load on the experts; "" for a run whose steps record none."""
+    """Render the load on the experts as HTML; "" if no step of the run records it."""
     known = [(number(each, "step"), each["experts"]) for each in run.steps if isinstance(each.get("experts"), Mapping)]
     steps = [(step, dict(zip(layers, ratios, strict=False))) for step, layers, ratios in _ratios(known)]
     if not steps:
@@ -50,7 +51,7 @@ def _ratios(known: Sequence[tuple[float, Mapping[str, object]]]) -> Iterator[tup
 
 
 def _by_expert(known: Sequence[tuple[float, Mapping[str, object]]]) -> str:
-    """Draw the counts from the last step that recorded them."""
+    """Draw each expert's load, from the last step that recorded the token counts of all experts."""
     experts = next((experts for _, experts in reversed(known) if isinstance(experts.get("counts"), list)), None)
     if experts is None:
         return '<p class="missing">No step has recorded the counts of all experts yet.</p>'
@@ -89,7 +90,7 @@ def _are_counts(counts: Sequence[object], layers: int) -> bool:
 
 
 def _by_step(steps: Sequence[tuple[float, Mapping[int, float]]]) -> str:
-    """Draw each layer's fullest expert over the steps, relative to the mean."""
+    """Draw, for each layer and step, the fullest expert's load divided by the layer's mean."""
     layers = sorted({layer for _, ratios in steps for layer in ratios})
     size = -(-len(steps) // MOST_COLUMNS)
     groups = [steps[at : at + size] for at in range(0, len(steps), size)]
@@ -132,17 +133,17 @@ def heat_map(
     full: float,
     stretched: bool = False,
 ) -> str:
-    """Draw ratios to a mean as shades.
+    """Draw a heat map of load ratios as SVG inside HTML.
 
     Args:
-        label: what the map shows.
+        label: description of the map for readers who cannot see it.
         rows: row names.
         cells: ratios by row and column; NaN is a gap.
         axis: name of the column axis.
-        places: (column, text) for each mark below.
-        title: text for a cell, by row and column.
-        full: ratio that gets the full colour.
-        stretched: let the columns fill the width, however few they are.
+        places: (column, text) for each mark below the map.
+        title: function from (row, column) to the text that the cell shows under the pointer.
+        full: ratio that gets the full second colour.
+        stretched: whether the columns fill the width, however few they are.
     """
     columns = len(cells[0])
     room = (WIDTH - _LEFT - 8) / columns
@@ -199,7 +200,7 @@ def _shade(ratio: float, full: float) -> tuple[str, int]:
 
 
 def _key(low: float, full: float) -> str:
-    """Draw the scale for the shades from `low`, 0 or 1, to `full`."""
+    """Draw the legend: a scale of shades for the ratios from `low` (0 or 1) to `full`."""
     shades = [_shade(low + (full - low) * step / LEVELS, full) for step in range(LEVELS + 1)]
     even = round((1 - low) / (full - low) * LEVELS)
     texts = {0: f"{low:g}", even: "1, the mean", LEVELS: f"{full:g}+"}

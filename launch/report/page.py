@@ -20,13 +20,13 @@ from triaxis.launch.report.record import RunRecord, number
 from triaxis.models.predict.step_time.cluster import Cluster
 
 MOST_EVENTS = 400
-"""Rows in the table; a longer table shows all alerts and the last events."""
+"""Largest number of events that are all shown; of more, all alerts and the last MOST_EVENTS are shown."""
 
 MOST_CHARACTERS = 50_000
-"""Most characters shown for one detail of an event, such as a hang report."""
+"""Largest number of characters shown for one detail of an event, such as a hang report."""
 
 STATES = {"finished": "good", "failed": "bad", "hung": "bad"}
-"""Colours for a run's end; every other end is a warning."""
+"""CSS class for each end of a run or attempt; every other end has the class `warn`."""
 
 
 def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
@@ -35,10 +35,10 @@ def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
     Args:
         run: result of `read_run`.
         now: Unix time, shown as the time when the page was made.
-        cluster: cluster that it ran on, for the predicted step; None: the recorded devices.
+        cluster: cluster that the run used, for the predicted step; None: the recorded devices with their usual links.
 
     Raises:
-        ConfigError: raised by `predicted_beside_measured`.
+        ConfigError: `cluster` has fewer devices than the run has ranks, or no rate for the run's dtype.
     """
     name = run.path.resolve().name
     sections = {
@@ -165,7 +165,10 @@ def _colour(kind: str) -> str:
 
 
 def _message(event: Event) -> str:
-    """Render an event's message and details, except those with their own section; long details are folded."""
+    """Render an event's message and details; long details are folded.
+
+    Layout and peak memory are left out, since the page has sections for them.
+    """
     details = {
         name.replace("_", " "): _value(value)
         for name, value in event.details.items()

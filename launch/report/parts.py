@@ -24,11 +24,11 @@ from triaxis.models.predict.rank_memory import Memory, predict, shown_kinds
 MOST_COLUMNS = 150
 """Columns in the chart of times; in longer runs each column is the mean over several steps."""
 MOST_RANKS = 64
-"""Largest number of ranks with their own bars; with more, the largest rank in each pipeline stage is shown."""
+"""Largest number of ranks with their own bars; with more ranks, each bar is the largest of a pipeline stage's ranks."""
 MOST_ACTIONS = 4000
 """Largest number of actions in a schedule's picture; in a longer schedule only the first microbatches are drawn."""
 BACKWARD_COST = 2
-"""Cost relative to a forward, in the schedule's picture: two matrix products for each one in the forward."""
+"""Duration of a backward in forwards, for the schedule's picture: it has two matrix products for each one in the forward."""
 
 MISSING = '<p class="missing">{}</p>'
 
@@ -49,13 +49,13 @@ PART_NAMES = {
 
 
 def series(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """List (step, value) for every record with the value; NaN and infinities stay, as gaps in the curve."""
+    """List (step, value) for every record with a value at the nested `keys`; NaN and infinities stay, as gaps in the curve."""
     found = ((each, value_at(each, *keys)) for each in records)
     return [(number(each, "step"), as_number(value)) for each, value in found if value is not None]
 
 
 def curve(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """Thin `series` to the points that a chart may draw; in a long run, all would take more memory than its records."""
+    """Thin `series` to about 4 * MOST_POINTS points; in a long run, all points would take more memory than the records."""
     return thinned(series(records, *keys), 4 * MOST_POINTS)
 
 
@@ -64,7 +64,7 @@ def _has(record: Mapping[str, object], *keys: str) -> bool:
 
 
 def starts(run: RunRecord) -> list[tuple[float, str]]:
-    """List the first step of each attempt except the first, for vertical lines."""
+    """List (first step, text) for each attempt after the first, for a chart's vertical lines."""
     return [
         (float(attempt.first_step), f"{attempt_name(attempt.number)} begins with step {attempt.first_step:,}")
         for attempt in run.attempts[1:]
@@ -73,7 +73,7 @@ def starts(run: RunRecord) -> list[tuple[float, str]]:
 
 
 def loss(run: RunRecord) -> str:
-    """Render training and validation loss, with the repeated steps."""
+    """Render training loss, validation loss, and the loss in steps that were later repeated or lost."""
     # A broad line below the others, so that both are visible if a repeated step has bitwise the same loss.
     lines = [
         Line("repeated or lost, after a resume or rollback", curve(each, "loss"), "c1 broad") for each in run.replaced
@@ -115,7 +115,10 @@ def small_charts(run: RunRecord) -> str:
 
 
 def loss_over_rate(run: RunRecord) -> str:
-    """Render the loss over the learning rate in a range test: every step raises the rate, tenfold or more in all; else ""."""
+    """Render the loss over the learning rate if the run is a range test, else "".
+
+    In a range test every step raises the rate, tenfold or more over the whole run.
+    """
     logs = [(math.log10(rate), number(each, "loss")) for each in run.steps if (rate := number(each, "lr")) > 0]
     if not logs or logs[-1][0] < logs[0][0] + 1 or any(other[0] <= one[0] for one, other in pairwise(logs)):
         return ""
@@ -124,7 +127,7 @@ def loss_over_rate(run: RunRecord) -> str:
 
 
 def group_norms(run: RunRecord) -> str:
-    """Render the norms by parameter group, one line each; "" if the run measured none."""
+    """Render the norms of gradients, weights and updates, one curve per parameter group; "" if the run measured none."""
     measured = [each for each in run.steps if isinstance(each.get("norms"), Mapping)]
     groups = list(dict.fromkeys(group for each in measured for group in each["norms"]))
     charts = []
@@ -148,7 +151,7 @@ def group_norms(run: RunRecord) -> str:
 
 
 def fp8_losses(run: RunRecord) -> str:
-    """Render the share of numbers that FP8 rounds to zero, per operand for the worst linear layer; "" if it was not counted."""
+    """Render each operand's share of numbers that FP8 rounds to zero, in the worst linear layer; "" if no step counted it."""
     measured = [each for each in run.steps if isinstance(each.get("fp8"), Mapping)]
     if not measured:
         return ""
@@ -162,14 +165,14 @@ def fp8_losses(run: RunRecord) -> str:
 
 
 def _worst_underflow(lost: Mapping[str, object], operand: str) -> float:
-    """Largest share of an operand's numbers that became zero; NaN if no layer has it."""
+    """Find the largest share of an operand's numbers that became zero, over the layers; NaN if no layer has the operand."""
     operands = [each[operand] for each in lost.values() if isinstance(each, Mapping) and operand in each]
     shares = [number(each, "underflow") for each in operands if isinstance(each, Mapping)]
     return max(shares, default=math.nan)
 
 
 def _norm(norms: object, key: str) -> float:
-    """Read one number from a group's record; NaN if there is none."""
+    """Read one number from a parameter group's record; NaN if there is none. `relative_update` is update / weight."""
     record = norms if isinstance(norms, Mapping) else {}
     if key != "relative_update":
         return number(record, key)
@@ -240,7 +243,7 @@ def times(run: RunRecord) -> str:
 
 
 def _context_parallelism(run: RunRecord) -> str:
-    """Describe the hidden share of context-parallel calls, and the imbalance in attention work; "" if no step has it."""
+    """Describe the hidden time of context-parallel calls, and the imbalance in attention work; "" if no step records either."""
     said = ""
     known = [each for each in run.steps if _has(each, "time_split", "hidden_cp_seconds")]
     if known:
@@ -266,7 +269,16 @@ def _zero(value: float) -> float:
 def _columns(
     records: Sequence[Mapping[str, object]], keys: Sequence[Sequence[str]], first: Sequence[str], last: Sequence[str]
 ) -> list[tuple[float, float, Sequence[float], int]]:
-    """Merge neighbours into at most `MOST_COLUMNS` columns: (first step, last step, means of the numbers at `keys`, records)."""
+    """Merge neighbouring records into at most `MOST_COLUMNS` columns.
+
+    Args:
+        records: records in the order of their steps.
+        keys: nested keys of each number to average.
+        first, last: nested keys of a record's first and last step.
+
+    Returns:
+        For each column: (first step, last step, means of the numbers at `keys`, number of records).
+    """
     size = -(-len(records) // MOST_COLUMNS)
     groups = [records[start : start + size] for start in range(0, len(records), size)]
     return [
@@ -281,7 +293,10 @@ def _columns(
 
 
 def sizes_of(run: RunRecord) -> ParallelSizes | None:
-    """Parallel sizes of the run; an open dp comes from the recorded number of ranks. None: unknown."""
+    """Determine the run's parallel sizes; None if they are unknown.
+
+    If the configuration leaves dp open, dp follows from the recorded number of ranks.
+    """
     if run.config is None:
         return None
     world_size = run.layout.get("world_size")
@@ -292,7 +307,7 @@ def sizes_of(run: RunRecord) -> ParallelSizes | None:
 
 
 def memory(run: RunRecord) -> str:
-    """Render each rank's peak memory, with the prediction from the configuration."""
+    """Render each rank's measured peak memory next to the prediction from the configuration."""
     sizes = sizes_of(run)
     predicted = {} if sizes is None or run.config is None else _predicted(run.config, sizes)
     measured = _measured_memory(run, sizes)
@@ -354,7 +369,7 @@ def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:
 
 
 def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, int]:
-    """Bytes by rank from the last attempt that recorded them; otherwise rank 0's, from the last step."""
+    """Return peak bytes by rank, from the last attempt that recorded them; otherwise only rank 0's, from the last step."""
     for event in reversed(run.events):
         held = event.details.get("peak_memory_bytes")
         if isinstance(held, list) and held and (sizes is None or len(held) == sizes.world_size):
@@ -436,17 +451,17 @@ def _timeline(of: Schedule) -> SimulatedTimeline:
 
 
 def median_seconds(run: RunRecord) -> float:
-    """Median step time over the run's history; NaN if there is none."""
+    """Compute the median step time in seconds over the run's history; NaN if no step records its time."""
     known = sorted(y for _, y in series(run.steps, "step_time_seconds") if math.isfinite(y))
     return known[len(known) // 2] if known else math.nan
 
 
 def trained_seconds(run: RunRecord) -> float:
-    """Sum the time in steps over all attempts; repeated steps count twice."""
+    """Sum the seconds in steps over all attempts; a repeated step counts each time."""
     made = [*run.steps, *(each for group in run.replaced for each in group)]
     return sum(_zero(number(each, "step_time_seconds")) for each in made)
 
 
 def last(points: Sequence[tuple[float, float]]) -> str:
-    """Format the last value: "2.0748"; it may not be a number."""
+    """Format the last point's y with four decimals, as "2.0748" or "nan"; "unknown" if there are no points."""
     return f"{points[-1][1]:.4f}" if points else "unknown"

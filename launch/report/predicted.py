@@ -1,7 +1,9 @@
 """Predicted and measured seconds per step, side by side, by component.
 
-config, sizes  ->  models/predict/step_time  ->  components of each pipeline rank  ->  their mean  }  side by side
-metrics.jsonl  ->  time splits of the last attempt                                 ->  their mean  }
+Both sides are means:
+
+    config, sizes  ->  models/predict/step_time  ->  components of each pipeline rank  ->  mean over ranks  }  side by side
+    metrics.jsonl  ->  time splits of the last attempt                                 ->  mean over steps  }
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ COMPONENTS_OF: Mapping[Part, tuple[str, ...]] = {
     "checkpoint": (),
     "other": (),
 }
-"""Components of `StepTime` that make up each measured part; the model predicts none for some."""
+"""Components of the predicted `StepTime` that correspond to each measured part; empty: the part is not predicted."""
 
 NAME_IT = (
     "Name the cluster with `triaxis report --cluster` (a file, or 64xH100); `triaxis bench --device` measures a device."
@@ -43,14 +45,14 @@ NAME_IT = (
 
 
 def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:
-    """Render both, or a note about what is missing.
+    """Render the predicted and the measured seconds of a step as HTML, or a note about what is missing.
 
     Args:
         run: run whose last attempt with time splits is shown.
-        cluster: cluster that it ran on; None: the recorded devices with their usual links.
+        cluster: cluster that the run used; None: the recorded devices with their usual links.
 
     Raises:
-        ConfigError: `cluster` has fewer devices than the run has ranks, or no rate for its dtype.
+        ConfigError: `cluster` has fewer devices than the run has ranks, or no rate for the run's dtype.
     """
     sizes, measured = sizes_of(run), _measured(run)
     if run.config is None or sizes is None:
@@ -70,7 +72,7 @@ def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:
 
 
 def _recorded_cluster(run: RunRecord) -> Cluster | str:
-    """Build the usual cluster for the recorded devices; a text with the reason if there is none."""
+    """Build a cluster from the recorded devices and their usual links; return the reason as text if that is impossible."""
     device, world_size, nodes = (run.layout.get(name) for name in ("device", "world_size", "nodes"))
     if not isinstance(device, str):
         return "The run recorded no device."
@@ -85,7 +87,7 @@ def _recorded_cluster(run: RunRecord) -> Cluster | str:
 
 
 def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[Part, float | None]:
-    """Compute each part's seconds, as the mean over pipeline ranks; None for parts that the model does not predict."""
+    """Predict each part's seconds per step, as the mean over pipeline ranks; None for parts that are not predicted."""
     if sizes.world_size > cluster.num_gpus:
         raise ConfigError(
             [
@@ -103,9 +105,9 @@ def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[P
 
 
 def _measured(run: RunRecord) -> dict[Part, float] | None:
-    """Compute each part's mean seconds over the last attempt with time splits; None if there are none.
+    """Compute each part's mean seconds per step in the last attempt with time splits; None if no attempt has any.
 
-    The attempt's first time split includes starts and compilations. It counts only if there are no others.
+    The attempt's first time split includes start-up and compilation, so it is left out unless it is the only one.
     """
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if not split:

@@ -31,9 +31,9 @@ class SavedStep:
 
     Attributes:
         name: folder name.
-        num_bytes: size of its tensor files, from its manifest; None if no manifest can be read.
-        written_at: time from its manifest.
-        note: what is wrong with it, or "".
+        num_bytes: size of the tensor files, from the manifest; None if the manifest cannot be read.
+        written_at: time in the manifest, as ISO text; "" if the manifest cannot be read.
+        note: why the manifest cannot be read, or "".
     """
 
     name: str
@@ -49,10 +49,10 @@ class Attempt:
 
     Attributes:
         number: attempt number, from 0.
-        started: Unix time of its first event; None if unknown.
-        first_step, last_step: first and last step trained; None if there are none.
-        end: description of its end, in words.
-        layout: layout and versions that it recorded when it started.
+        started: Unix time of the attempt's first event; None if it has no event.
+        first_step, last_step: first and last step that the attempt recorded; None if there are none.
+        end: description of the attempt's end, in words.
+        layout: layout and versions that the attempt recorded when it started.
     """
 
     number: int
@@ -68,11 +68,11 @@ class RunRecord:
     """Everything that a run's files record.
 
     Attributes:
-        config: configuration; None if config.yaml is missing or not for this version.
+        config: configuration; None if config.yaml is missing, unreadable or not valid in this version of Triaxis.
         config_problem: reason why there is no `config`, or "".
-        steps: records from metrics.jsonl, one per step, ascending; the last record if a step was repeated.
+        steps: records from metrics.jsonl, one per step, ascending; for a repeated step, the last record.
         replaced: records for steps that were repeated or lost, one ascending group per resume or rollback.
-        results: contents of `finished`; None if the run is not done.
+        results: contents of the file `finished`; None if the file is missing or unreadable, as in a run that is not done.
         num_unreadable: lines in metrics.jsonl and in event files that hold no record.
     """
 
@@ -95,7 +95,7 @@ class RunRecord:
 
     @property
     def state(self) -> str:
-        """State in a word or two: finished, or how the last attempt ended."""
+        """The run's state in words: `finished`, `not started`, or how the last attempt ended."""
         if self.results is not None:
             return "finished"
         return self.attempts[-1].end if self.attempts else "not started"
@@ -140,12 +140,12 @@ def _read(path: Path) -> RunRecord:
 
 
 def number(record: Mapping[str, Any], *keys: str) -> float:
-    """Read a number from a record, at nested `keys`; NaN if there is none. JSON spells some numbers "nan" and "inf"."""
+    """Read the number at nested `keys` in a record; NaN if there is none. Records may have the texts "nan" and "inf"."""
     return as_number(value_at(record, *keys))
 
 
 def value_at(record: Mapping[str, Any], *keys: str) -> Any:
-    """Read the value at nested `keys`; None if there is none."""
+    """Read the value at nested `keys` in a record; None if a key is missing."""
     value: Any = record
     for key in keys:
         # `isinstance(.., Mapping)` would take longer than everything else here.
@@ -154,7 +154,7 @@ def value_at(record: Mapping[str, Any], *keys: str) -> Any:
 
 
 def as_number(value: Any) -> float:
-    """Convert a record's value as `number` does."""
+    """Convert a record's value to float; NaN for None, a bool, or anything that float() refuses."""
     try:
         return math.nan if value is None or isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -189,10 +189,10 @@ def _attempt_of(record: Mapping[str, Any]) -> int:
 def _latest(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
-    """Split the records into the run's history and those that were replaced.
+    """Split the records into the run's history and the records that were replaced.
 
-    A resume or a rollback begins at a record whose step is not later than the step before it in the file. It repeats all history
-    from that step on.
+    A record whose step is not later than the previous record's marks a resume or a rollback. The history's records from that step
+    on are then replaced.
     """
     history: list[Mapping[str, Any]] = []
     replaced: list[list[Mapping[str, Any]]] = []
@@ -207,7 +207,7 @@ def _latest(
 
 
 def _with_later_validations(steps: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> list[Mapping[str, Any]]:
-    """Add `val_loss` to steps that a later attempt validated, since their records were written before."""
+    """Add `val_loss` to steps that a later attempt validated: the step's record was written before that validation."""
     later = {event.step: event for event in events if event.kind == "validation"}
     found: list[Mapping[str, Any]] = []
     for record in steps:
@@ -242,7 +242,7 @@ def _attempts(records: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> 
 
 
 def _end(events: Sequence[Event], *, has_successor: bool) -> str:
-    """Describe how an attempt ended, from its last event."""
+    """Describe how an attempt ended, from the kinds of its events; `has_successor`: a later attempt exists."""
     kinds = {event.kind: event for event in events}
     if "finished" in kinds:
         return "finished"

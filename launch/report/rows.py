@@ -1,9 +1,15 @@
 """Compact storage for a long run's records: their numbers lie in one array.
 
-    {"step": 7, "loss": 2.5, "time_split": {"data_seconds": 0.1}, "note": "x"}
-      numbers   .. | 7 2.5 0.1 | ..           8 bytes each, where a dict takes some 60
-      others    .. | "x" | ..
-      form      step: an int at 0; loss: at 1; time_split: {data_seconds: at 2}; note: the other at 0        shared by like records
+A record is stored in three places:
+
+    record    {"step": 7, "loss": 2.5, "time_split": {"data_seconds": 0.1}, "note": "x"}
+
+    numbers   .. | 7 2.5 0.1 | ..           8 bytes each, where a dict takes some 60
+    others    .. | "x" | ..                 every value that is not stored as a number
+    form      step: int 0; loss: float 1; time_split: {data_seconds: float 2}; note: other 0
+
+The form has each value's kind and its place among the record's numbers or others. Records with the same keys and kinds share a
+form.
 
 200,000 records with 45 numbers each take 90 MB; as dicts they take 1.1 GB.
 """
@@ -13,10 +19,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LARGEST_EXACT = 2**53
-"""Integers up to this one are exact as a double."""
+"""Largest integer up to which every integer is exact as a double."""
 
 Form = dict[str, "tuple[str, int] | Form"]
-"""By key: a value's kind (`int`, `float` or `other`) and its place, or a mapping's form."""
+"""Map from each key to the value's kind (`int`, `float` or `other`) and place; for a nested mapping, to that mapping's form."""
 
 
 class Rows:
@@ -36,7 +42,10 @@ class Rows:
         return Row(self, form, *start)
 
     def _add(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Add a record's values; return its keys, each with its value's kind."""
+        """Append a record's values to the arrays; return (key, kind, key, kind, ..).
+
+        A nested mapping's kind is such a tuple.
+        """
         shape: list[Any] = []
         for key, value in record.items():
             if type(value) is float or (type(value) is int and -LARGEST_EXACT <= value <= LARGEST_EXACT):

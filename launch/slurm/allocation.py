@@ -107,7 +107,7 @@ def seconds_of(text: str) -> int | None:
 
 
 def check_lead(script: str, fields: Mapping[str, str], variables: Mapping[str, str]) -> None:
-    """Refuse a time limit that is not longer than the lead of the signal before it.
+    """Refuse a time limit that is not longer than the lead, the time by which SLURM's signal precedes the limit.
 
     SLURM does not show a job its own --signal option. It is therefore read from SBATCH_SIGNAL or the script's header.
 

@@ -115,13 +115,13 @@ class History:
 
     @property
     def excluded(self) -> list[str]:
-        """Nodes that failed too often."""
+        """Nodes that were blamed for at least `FAILURES_TO_EXCLUDE` failures."""
         failures = Counter(node for attempt in self.attempts for node in attempt.blamed)
         return sorted(node for node, count in failures.items() if count >= FAILURES_TO_EXCLUDE)
 
     @property
     def without_progress(self) -> int:
-        """Number of latest attempts in a row that ended without a newer checkpoint."""
+        """Number of latest attempts in a row that ended without a newer checkpoint; stopped and unrecorded ends are skipped."""
         count = 0
         for attempt in reversed(self.attempts):
             if attempt.outcome in (None, Outcome.STOPPED.value):

@@ -58,7 +58,7 @@ FINAL = {
 """The job's exit codes after outcomes that no new attempt follows."""
 
 LONGEST_END_SECONDS = 90.0
-"""Time for srun to end the other tasks after a bad end; for a dead node it waits in vain."""
+"""Longest time for srun to end the other tasks after a bad end; then it is killed, since it waits in vain for a dead node."""
 
 
 # The step -----------------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class SrunStep:
     """The ranks under srun, and the signals for them.
 
     Attributes:
-        received: last signal before a bad end; None: none came.
+        received: last signal that came before a task ended badly; None: there was none.
     """
 
     def __init__(self, job: Job) -> None:
@@ -150,7 +150,7 @@ class SrunStep:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward SIGUSR1 to the ranks; SLURM itself sends them SIGTERM.
 
-        After a bad end a signal explains nothing: SLURM ends a job that lost a node.
+        A signal after a bad end is not recorded, because it explains nothing: SLURM ends a job that lost a node.
         """
         if not self.report.is_bad:
             self.received = signal.Signals(number)
@@ -196,7 +196,7 @@ class NextAttempt:
         script: batch script, as SLURM stores it for this job.
         words: command line for a new job.
         name: the run's name, which a new job keeps.
-        starts_over: whether a new job still starts from scratch.
+        starts_over: whether a new job is started with `--from-scratch` again.
     """
 
     def __init__(self, job: Job, script: str, words: Sequence[str], name: str, *, starts_over: bool = False) -> None:

@@ -30,8 +30,8 @@ class StepReport:
         tasks_per_node: task counts in the same order; tasks are numbered node by node.
         exit_codes: nonzero exit codes of tasks that ended by themselves, by task.
         ended: tasks that srun has named.
-        first: tasks in the first bad end.
-        step: number of the step that srun ends, for `scancel`; "" before it does.
+        first: tasks in srun's first message about a bad end.
+        step: identifier of the step that srun ends, for `scancel`; "" before it does.
     """
 
     nodes: Sequence[str]

@@ -1,17 +1,19 @@
-"""The search for a Python that can run Triaxis, which makes `.venv` if none is found (standard library only).
+"""A Python that can run Triaxis: found, or created as `.venv` (standard library only).
 
-    TRIAXIS_PYTHON  ->  it, or an error               (never changed by us)
-    .venv           ->  if it is complete
-    active Python   ->  if it has everything
-    otherwise       ->  make or finish .venv, under a lock, with `pip install -e .` and launch/constraints.txt: the tested
+These are tried in order:
+
+    TRIAXIS_PYTHON  ->  used as it is; an error if it lacks a requirement
+    .venv           ->  used if it is complete
+    active Python   ->  used if it has every requirement
+    otherwise       ->  create or complete .venv, under a lock, with `pip install -e .` and launch/constraints.txt: the tested
                         versions, and a torch version that this machine's driver runs
 
 `launch/bootstrap.sh` runs this file with any Python >= 3.11. Standard output contains only the chosen interpreter; progress goes to
 standard error. The requirements in `pyproject.toml` are compared with the installed metadata, so nothing is imported and the usual
 answer takes a fifth of a second.
 
-An interrupted installation leaves no `.venv/installed`, and the next start finishes it. Nothing is installed inside a
-SLURM job or under torchrun: every rank would wait for one, on a machine that may have no network.
+An interrupted installation leaves no `.venv/installed`, and the next start finishes it. Nothing is installed inside a SLURM job or
+under torchrun: every rank would wait for the installation, on a machine that may have no network.
 """
 
 import argparse
@@ -58,7 +60,7 @@ CUDA_GB = 2.7
 
 
 class BootstrapError(Exception):
-    """No usable Python was found or could be made; the message names the remedy."""
+    """No usable Python was found or could be created; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, st
 
 
 def _requirement_class() -> Any:
-    """Import `packaging.requirements.Requirement` or pip's copy. None: neither exists, so none of our packages does."""
+    """Import `packaging.requirements.Requirement` or pip's copy; None: neither exists, so no requirement is installed."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             return importlib.import_module(module).Requirement
@@ -146,7 +148,7 @@ def _check(python: str, extras: Sequence[str]) -> list[str]:
 
 
 def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Return the interpreter to use; make or finish `.venv` if no other will do.
+    """Return the interpreter to use; if no other is complete, create or complete `.venv`.
 
     Raises:
         BootstrapError: TRIAXIS_PYTHON lacks something, or `.venv` is needed and may not or cannot be made here.

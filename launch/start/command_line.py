@@ -1,4 +1,4 @@
-"""Command-line words, read alike by every command.
+"""The parsing of command-line words, the same in every command.
 
     triaxis footprint configs/gpt_tiny.yaml --full parallel.dp=null --gpus 8
                       |                     |      |                `- an option with its value
@@ -44,7 +44,7 @@ HELP_WIDTH = 80
 
 
 OVERRIDE = re.compile(r"[^/=]+=")
-"""Start of a word that cannot be a path, however long it is: the file system is not asked about it."""
+"""Start of a word that is taken for an override, and never looked up as a path, whatever its length."""
 ADDRESS = re.compile(r"\w+:/")
 PATHS = ("FILE", "FILE|NxGPU", "PREFIX")
 """Metavars in `--help` for options that take a path; other path options have the type Path."""
@@ -70,8 +70,8 @@ class PathArgument:
     """The file or folder that a command works on, given as a word.
 
     Attributes:
-        name: its name, also the parsed arguments' attribute that holds its path.
-        exists: whether a path names an existing one.
+        name: its name in usages; also the attribute of the parsed arguments that holds its path.
+        exists: function that checks whether a path is an existing file or folder of this kind.
         endings: unambiguous file endings; a missing file with one of them is reported when it is opened.
         example: example for the error message if none is given.
     """
@@ -107,7 +107,7 @@ class CommandParser(argparse.ArgumentParser):
 
         Args:
             name: the verb.
-            summary: its line in the command's `--help`, and a sentence of its own.
+            summary: its line in the command's `--help`, and the description in its own.
             words: usage text that follows the name.
             examples: text below its options; the command shows the part before the first empty line.
         """
@@ -124,7 +124,7 @@ class CommandParser(argparse.ArgumentParser):
     def takes(
         self, subject: PathArgument, meaning: str, *, required: bool = True, read_without: Path | None = None
     ) -> None:
-        """Accept a path of `subject` and overrides as words.
+        """Accept a path to a `subject`, and overrides, as words.
 
         Args:
             subject: kind of path. A config may also be given with `--config`.
@@ -172,7 +172,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _bad_paths(self, parsed: argparse.Namespace) -> Iterator[str]:
-        """Yield a problem for each path that this machine cannot have, or where no file can be written."""
+        """Yield a problem for each path that cannot exist on this machine, or where an output cannot be written."""
         for action in self._actions:
             given = getattr(parsed, action.dest, None)
             if action.type is Path or action.metavar in PATHS:
@@ -344,7 +344,7 @@ def _option(name: str) -> str:
 
 
 def above(name: str, number: int, most: int, reason: str) -> list[str]:
-    """Return the problem if an option counts more than `most`; otherwise an empty list.
+    """Return the problem if an option's number exceeds `most`; otherwise an empty list.
 
     Args:
         name: option name, with `_` for `-`.

@@ -66,7 +66,7 @@ def answers(
     parse: Parse,
     read_without: Path | None,
 ) -> list[str]:
-    """Return the problems with unknown options, and their Triaxis equivalents; empty if no other engine has these options.
+    """Return messages about unknown options that other engines have, with their Triaxis equivalents; empty if none has them.
 
     Args:
         prog: command, such as `triaxis train`.
@@ -88,7 +88,7 @@ def answers(
 
 
 def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer:
-    """Replace options that are fields here. An option unknown here and elsewhere is reported only along with other problems."""
+    """Replace other engines' options with Triaxis overrides; an option that no engine has is reported only along with others."""
     answer, strangers = _Answer(), list[str]()
     words = list(arguments)
     while words:
@@ -156,7 +156,7 @@ def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path |
 
 
 def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the further overrides that the new ones need, and the reason for each.
+    """Find the overrides that make the config legal together with the new ones; return them, and a reason for each.
 
     Raises:
         ConfigError: no value of another field makes the config legal.
@@ -201,7 +201,7 @@ def _start(prog: str, words: Sequence[str]) -> str:
 
 
 def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[str]) -> list[str]:
-    """Return the commands that convert a Megatron-LM command line and use the config, with any problem in the conversion."""
+    """Format the commands that convert a Megatron-LM command line and use the config; add the conversion's problems, if any."""
     names = set(Config.dotted_names())
     ours = [
         word for word in arguments if word.partition("=")[0] in names or (word.startswith("--") and word not in unknown)

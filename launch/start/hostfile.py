@@ -4,9 +4,9 @@
     host0 slots=8            ssh host1  ->  bash: NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
     host1 slots=8
 
-A host's script reaches its bash through standard input, never on a command line. It contains the environment, and a key in it
-would show in every host's process list. After the script, the same stream carries signal names. When the stream ends, because this
-process or the connection is gone, the remote launcher gets SIGTERM, and its ranks save.
+A host's script reaches its bash through standard input, because it contains the environment: on a command line, keys in it would
+show in every host's process list. After the script, the same stream carries signal names. The stream ends if this process or the
+connection is gone. Then the remote launcher gets SIGTERM, and its ranks save.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ _PASSED_ON_BEGINNINGS = (
     "UCX_",
     "FI_",
 )
-"""Environment variables that a run depends on; the others belong to this host."""
+"""Beginnings of further environment variables that are passed to all hosts, as are `_PASSED_ON`; others stay on this host."""
 
 _SSH_FAILED = 255
 _POLL_SECONDS = 0.1
@@ -165,7 +165,7 @@ def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
-    """Return the local ssh command; TRIAXIS_SSH replaces `ssh` and its options. BatchMode: no password prompt.
+    """Return the local ssh command; by default it never asks for a password. TRIAXIS_SSH replaces `ssh` and its options.
 
     Raises:
         TopologyError: TRIAXIS_SSH has an unbalanced quote.
@@ -179,7 +179,7 @@ def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
 
 
 class SshLaunch:
-    """One run on several hosts.
+    """A run on several hosts: one launcher on each, started through ssh.
 
     Args:
         hosts: hosts from `read_hosts`.
@@ -256,10 +256,10 @@ class SshLaunch:
         return next((code for code in AFTER.values() if code in codes), abs(first_failure))
 
     def _wait(self) -> tuple[list[int], int]:
-        """Wait for all launchers; end those that outlive another's failure for too long.
+        """Wait for all launchers; if one fails, end the others after `OTHERS_END_SECONDS`.
 
-        A launcher sees only its own ranks. A rank that waits in NCCL for a dead peer on another host does not end by itself.
-        Ranks on a host that only lost its connection are still alive: they and all others save first.
+        A launcher sees only its own ranks, and a rank that waits in NCCL for a dead peer on another host does not end by itself. A
+        lost connection is no failure in this sense: the ranks there are still alive, and they and all others save first.
 
         Returns:
             Exit codes by host, and the first failure among them (0: none).

@@ -3,7 +3,8 @@
 `python -m` and `python -c` search the current folder first, so a `launch.py` or `torch.py` there would run in place of
 ours. PYTHONSAFEPATH (`python -P`) excludes that folder, for the process and everything it starts. An uninstalled checkout may
 have been found through that very folder, so its root goes on PYTHONPATH. It is the last entry: a user's own package `models`
-or `engine` comes before the checkout's folders. The exception is another `triaxis`: the one that was started runs on all ranks.
+or `engine` comes before the checkout's folders. But our root precedes any entry with another `triaxis`, so that all ranks run the
+one that was started.
 """
 
 import os
@@ -18,8 +19,8 @@ def import_variables(variables: Mapping[str, str], root: Path = IMPORT_ROOT) -> 
     """Return the variables for a Python process that imports `triaxis` from any folder.
 
     Args:
-        variables: environment that it would have.
-        root: checkout root. Site-packages are on every path already, and here they would precede the standard library.
+        variables: environment that the process would otherwise have.
+        root: checkout root. Site-packages are not added: they are on every path already, and would precede the standard library.
     """
     safe = {"PYTHONSAFEPATH": "1"}
     if str(root) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -2,7 +2,7 @@
 
     bash launch/pretrain_gpt.sh [config.yaml] [dotted=overrides] [--dry-run]
         |  config        YAML < environment < dotted, all problems at once
-        |  world         NPROC_PER_NODE, else the GPUs, else tp pp dp of the config (launch/start/world.py)
+        |  world         NPROC_PER_NODE, else the GPUs, else tp cp pp dp of the config (launch/start/world.py)
         |  corpus        prepared first, if a tiny config finds none
         v
     one machine, or one call per node:  torchrun  ->  N x launch/pretrain_gpt.py     RANK, WORLD_SIZE, ... set by torchrun
@@ -114,7 +114,7 @@ class Request:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A checked run, from which all output and the command line follow."""
+    """A checked run: everything that the printed lines and torchrun's command line are built from."""
 
     config: Config
     config_path: Path
@@ -243,7 +243,7 @@ def torchrun_arguments(plan: LaunchPlan, worker: str, variables: Mapping[str, st
 
 
 def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks' thread variables, unless the user set them."""
+    """Return the variables that limit a rank's threads; empty if the user set them."""
     return {} if "OMP_NUM_THREADS" in variables else {"OMP_NUM_THREADS": "1"}
 
 
@@ -255,7 +255,10 @@ def device_variables(world: World) -> dict[str, str]:
 def show(
     console: Console, request: Request, plan: LaunchPlan, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Print the choices with their reasons. A training run's rank 0 describes layout, batch and memory itself."""
+    """Print the choices with their reasons.
+
+    Layout, batch and memory are left out if a training run starts, because its rank 0 prints them.
+    """
     world = plan.world
     nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
     _row(console, "config", shlex.join([_near(plan.config_path), *plan.worker_arguments[1:]]))
@@ -308,7 +311,7 @@ def _near(path: Path) -> str:
 
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
-    """Prepare a tiny config's corpus, from text that every machine has, if it is missing; return an exit code."""
+    """Prepare a tiny config's corpus if it is missing, from text that every machine has; return an exit code."""
     for prefix in (source.path for source in config.data.train):
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")
@@ -389,7 +392,7 @@ def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPla
 
 
 def _stopped_by(signal_number: signal.Signals | None) -> int:
-    """Print the signal that ended the ranks before they trained, or at once; return the exit code."""
+    """Print which signal ended this node's ranks; return the exit code, 128 + the signal's number."""
     assert signal_number is not None, "a signal ended them"
     _show_cursor()
     print(f"stopped by {signal_number.name}; all ranks of this node have ended", file=sys.stderr)
@@ -402,7 +405,7 @@ def _show_cursor() -> None:
 
 
 def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
-    """Run the worker in this srun task, and end with it."""
+    """Run the worker in this srun task and end the process with its exit code; in a dry run, print rank 0's variables."""
     ours = rank_variables(variables)
     path = request.config_path or default_config(request.overrides, variables)
     arguments = [str(path), *request.overrides, *request.worker_flags]

@@ -12,7 +12,7 @@ LEAST = 256
 """Open files that one rank may need: gloo's connections to its peers, logs, a corpus, a checkpoint."""
 
 MOST = 65_536
-"""Limit to set; some programs loop over all numbers below theirs."""
+"""Highest limit to set, because some programs loop over all descriptors below their limit."""
 
 
 def allow_open_files() -> None:

@@ -1,5 +1,7 @@
 """Variables that another launcher set before ours started: adopted, refused or cleared, each with an explanation.
 
+Each row has examples of such variables, where they come from, and what happens to them:
+
     PET_NNODES=2 PET_NODE_RANK=1 ..      torchrun's own, set by a Kubernetes operator   taken as NNODES, NODE_RANK, ..
     PET_TEE=3, PET_RDZV_BACKEND=c10d     settings that our launcher decides             cleared
     WORLD_SIZE=8 RANK=3, OMPI_COMM_..    another launcher has started 8 copies of us    refused, unless NNODES says what is meant

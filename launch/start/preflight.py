@@ -1,7 +1,7 @@
-"""Checks before eight processes import torch: a finished run, a run directory that is another run's or not accessible, a missing
-corpus or GPU.
+"""Checks before the ranks start: a finished run, another run's or an inaccessible run directory, a missing corpus or GPU.
 
-The ranks check again (they may be on other nodes); here a check costs a second instead of ten.
+The ranks check again, because they may be on other nodes. Here a check takes one second instead of ten, since no rank has to
+import torch first.
 """
 
 import os
@@ -17,7 +17,7 @@ from triaxis.engine.run.directory import RunDirectory, run_name
 
 
 def look_before_training(config: Config, config_path: Path, *, from_scratch: bool = False) -> str | None:
-    """Return a finished run's message, to be printed instead of starting; None: start.
+    """Check a run's directory and corpora; return the message to print if it is already finished, and None if it can start.
 
     Args:
         config: the run's configuration.

@@ -37,7 +37,7 @@ TIMEOUT = timedelta(minutes=15)
 
 POLL_SECONDS = 0.2
 QUIET_SECONDS = 3.0
-"""Nodes that start together meet within this time, and nothing is printed."""
+"""Time before the first message; nodes that start together meet sooner, and nothing is printed."""
 SAY_AGAIN_SECONDS = 60.0
 _SHOWN = 8
 """Maximum number of nodes to name one by one."""
@@ -52,7 +52,7 @@ class NodesMissingError(TopologyError):
 class MeetingPlace:
     """The store of a run's launchers and ranks, which stays open over the run's phases.
 
-    Other nodes' launchers may be a stage ahead or late: a store that ended with each stage could vanish under them.
+    Other nodes' launchers may be a phase ahead or late, so a store that closed with each phase could vanish while they use it.
     """
 
     def __init__(self) -> None:

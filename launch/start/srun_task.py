@@ -24,7 +24,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def is_rank(variables: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process as one of several tasks, with no other launcher inside.
+    """Whether `srun` started this process as one of several tasks, and no other launcher (with WORLD_SIZE) runs inside it.
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too; only a step's tasks have SLURM_STEP_NUM_TASKS.
 

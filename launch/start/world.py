@@ -1,10 +1,10 @@
 """The number of ranks to start, their placement and the reason (torch is imported only if the machine shows a GPU).
 
     NPROC_PER_NODE given            that many on each node
-    parallel.dp given               tp pp dp ranks; more ranks than GPUs are refused (unless gloo serves them, and ranks share
-                                    a GPU), idle GPUs are named
-    dp open, GPUs                   as many as there are: dp = world / (tp pp), the largest that divides the batch
-    dp open, no GPU                 tp pp ranks on the CPU (gloo): one replica
+    parallel.dp given               tp cp pp dp ranks; if a node has fewer GPUs, they are refused, but gloo lets ranks share a GPU;
+                                    idle GPUs are named
+    dp open, GPUs                   as many as there are: dp = world / (tp cp pp), the largest that divides the batch
+    dp open, no GPU                 tp cp pp ranks on the CPU (gloo): one replica
 
 The layout is never changed; only an open dp is filled in.
 """
@@ -21,7 +21,12 @@ from triaxis.engine.errors import TopologyError, counted
 
 
 class TooFewGpusError(TopologyError):
-    """A layout needs more ranks on a node than there are GPUs; `needs` says so, `smaller` is a layout that fits, or None."""
+    """A layout needs more ranks on a node than there are GPUs.
+
+    Attributes:
+        needs: this fact in words.
+        smaller: a layout that fits the GPUs; None: there is none.
+    """
 
     def __init__(self, text: str, needs: str, smaller: ParallelConfig | None) -> None:
         super().__init__(text)

@@ -3,11 +3,11 @@
     GEMMs        the three products of linear layers, over five decades of FLOPs
     attention    the causal half of fused attention, forward and backward
     memory       bytes that elementwise kernels read and write
-    host         an engine layer with tiny tensors: its overhead besides the work (CPU; a GPU's host runs ahead)
+    host         time per kernel of an engine layer with tiny tensors; measured on CPUs only, since a GPU's host runs ahead
     links        all-gathers, reduce-scatters and all-reduces between two ranks, through the engine's own axis
 
-Ranks on one CPU share its caches, its memory and perhaps its cores. So a CPU is measured while other processes, one per
-other rank, multiply matrices.
+Ranks on one CPU share its caches, its memory and perhaps its cores. So a CPU is measured while other processes multiply matrices,
+one process for each other rank.
 
 Every number is the best of several runs: another program can only make a machine slower.
 """
@@ -57,13 +57,13 @@ GPU_LENGTHS = (1024, 4096, 16384)
 GPU_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.87), (64, 128, 0.62))
 GPU_FILL_K = 140
 GPU_COLLECTIVE_PROCESSORS = 24
-"""Usual values from the shipped GPU files, which no measurement here can show."""
+"""Values of these three keys in the shipped GPU files; nothing here measures them."""
 
 HEAD_SIZES = (32, 64, 128)
 STREAM_BYTES = 2**28
 GATED_TOKENS, GATED_WIDTH = 512, 384
 COMPANY_SECONDS = 60.0
-"""Longest wait for another process, which imports torch before it multiplies."""
+"""Longest wait for each other process to start multiplying, in seconds; it imports torch first."""
 
 SMALL, LARGE = 2**10, 2**21
 """Bytes in the whole tensor for the calls that show a link's latency and its bandwidth."""
@@ -80,8 +80,8 @@ class MeasuredLink:
     """The link between two ranks on this machine.
 
     Attributes:
-        gb_per_s: send rate of a rank in a large call, 10^9 bytes per second.
-        call_us: time of a call with a few bytes, in microseconds.
+        gb_per_s: rate at which a rank sends in a large call, in 10^9 bytes per second.
+        call_us: time of a call with few bytes, in microseconds.
     """
 
     gb_per_s: float
@@ -90,7 +90,7 @@ class MeasuredLink:
 
 @contextmanager
 def company(num_others: int) -> Iterator[None]:
-    """Inside the block, keep other processes multiplying matrices, each with as many threads as this one."""
+    """Keep `num_others` other processes multiplying matrices during the block, each with as many threads as this process."""
     context = torch.multiprocessing.get_context("spawn")
     started = context.Semaphore(0)
     others = [
@@ -118,7 +118,7 @@ def _multiply(num_threads: int, started: Semaphore) -> None:
 
 
 def write_device(out: Path, name: str, kind: str, num_ranks: int) -> None:
-    """Measure a device and write its file; print a line for each part and one for the rates.
+    """Measure a device and write its file. Prints a line before each measurement, the rates, and a cluster of two ranks.
 
     Args:
         out: file to write.
@@ -162,11 +162,11 @@ def measure_device(
     Args:
         name: device name in plans and reports.
         device: "cpu", with torch's current number of threads, or a CUDA device.
-        report: function that gets a line before each measurement.
-        num_ranks: number of ranks that share a CPU.
+        report: function that is called with the name of each measurement before it starts.
+        num_ranks: number of ranks that will share the CPU; ignored for a GPU.
 
     Returns:
-        The keys of a device file; `load_device` reads them.
+        The content of a device file, which `load_device` reads, and `collective_gb_per_s`, the measured link's bandwidth.
     """
     is_cuda = device.type == "cuda"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -207,7 +207,7 @@ def measure_device(
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Time one call, in seconds: the best of `ROUNDS`, each with calls for about `ROUND_SECONDS`."""
+    """Time one call of `run`, in seconds: the best mean over `ROUNDS` rounds, each of about `ROUND_SECONDS`."""
 
     def of(calls: int) -> float:
         _finish(device)
@@ -233,7 +233,10 @@ def _source(device: torch.device) -> str:
 
 
 def _gemms(device: torch.device, short: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Measure a linear layer's three products, over token counts and square and long matrices; yield their mean rate."""
+    """Yield a row for each shape of a linear layer: the mean rate of its forward and its two gradient products.
+
+    The shapes combine token counts with square matrices and matrices that are up to four times as long.
+    """
     tokens, widths = (GPU_TOKENS, GPU_WIDTHS) if device.type == "cuda" else (TOKENS, WIDTHS)
     for m in tokens:
         for k in widths:
@@ -283,10 +286,11 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, A
 
 
 def _stream_gb_per_s(device: torch.device) -> float:
-    """Measure elementwise work in 10^9 bytes per second: a copy on a GPU, where fused kernels are limited by memory alone.
+    """Measure the rate of elementwise work, in 10^9 bytes per second.
 
-    On a CPU exponentials take longer than memory access, and operators do not share passes. So the CPU rate comes from the
-    engine's SwiGLU, forward and backward. Its bytes are those that the cost model counts: 3 and 5 tensors [tokens, f].
+    On a GPU the rate is that of a copy, since memory alone limits fused kernels. On a CPU exponentials take longer than memory
+    access, and each operator reads and writes memory itself. So the CPU's rate is that of the engine's SwiGLU, forward and
+    backward. Its bytes are the ones that the cost model counts: 3 tensors [tokens, f] forward and 5 backward.
     """
     if device.type == "cuda":
         source = torch.zeros(STREAM_BYTES // 4, device=device)
@@ -309,7 +313,10 @@ def _launch_us(device: torch.device) -> float:
 
 
 def _host_us(device: torch.device) -> float:
-    """Measure host time per kernel, in microseconds: a layer with tiny tensors, over the kernels that the model counts for it."""
+    """Measure the host's time per kernel, in microseconds.
+
+    This is the time of a layer with tiny tensors, divided by the number of kernels that the cost model counts for a layer.
+    """
     seconds = {num_layers: _tiny_step(num_layers, device) for num_layers in (FEW_LAYERS, MANY_LAYERS)}
     of_a_layer = (seconds[MANY_LAYERS] - seconds[FEW_LAYERS]) / (MANY_LAYERS - FEW_LAYERS) / MICROBATCHES
     # A forward has kernels_per_layer kernels, and each half of a backward as many.
@@ -338,7 +345,10 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def measure_link(device: torch.device) -> MeasuredLink:
-    """Measure collectives between two ranks on this machine; with only one GPU there is no other rank, and the link is free."""
+    """Measure collectives between two ranks on this machine.
+
+    A machine with a single GPU has no second rank: the result then has infinite bandwidth and no latency.
+    """
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return MeasuredLink(math.inf, 0.0)
     with TemporaryDirectory(prefix="triaxis-") as folder:
@@ -384,5 +394,5 @@ def _time_gathers(rank: int, folder: str, device_type: str, num_threads: int) ->
 
 
 def _digits(value: float) -> float:
-    """Round to four digits, more than repeated measurements agree in."""
+    """Round to four significant digits; repeated measurements agree in fewer."""
     return float(f"{value:.4g}")

@@ -3,11 +3,12 @@
     tp x pp x ep = 1, 2, ..  ->  legal layouts  ->  those whose fullest rank fits  ->  least recomputation, then least pp and tp
     the smallest model-parallel size that fits is chosen: it communicates least, and has the most replicas
 
-tp is a power of two within a node. It implies sequence parallelism, which sends as much and holds less. dp takes the remaining
-ranks. ep is 1 for a model that has no experts; with ep, tokens go by all-to-all. Its memory follows the load, which is assumed
-to be even; all-gather has buffers for the worst load. `recompute.granularity=auto` finds what each layout must recompute. A MARGIN
-of the memory stays free: a prediction covers neither operator workspace, nor CUDA's context, nor an allocator's rounding. No
-layout is measured here; `triaxis bench` does that.
+tp is a power of two that divides a node's ranks. Layouts with tp > 1 use sequence parallelism where it is legal, because it sends
+as much as plain tp and holds less. dp is the number of remaining ranks. ep is 1 for a model without experts. With ep > 1, tokens
+are dispatched by all-to-all, whose memory follows the expert load. Routing is assumed to be balanced; all-gather would have
+buffers for the worst load. `recompute.granularity=auto` finds what each layout must recompute. The share MARGIN of the memory stays
+free, because a prediction covers neither operator workspace, nor CUDA's context, nor an allocator's rounding. No layout is
+measured here; `triaxis bench` does that.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ TOKENS_OF_A_MICROBATCH = 8192
 """Tokens per forward beyond which larger microbatches are not tried: a GEMM with this many rows fills a GPU."""
 
 MOST_BUBBLE = 0.25
-"""Largest idle share of a pipeline, (pp - 1) / microbatches, that larger microbatches may lead to."""
+"""Microbatches are not made larger if (pp - 1) / microbatches, which measures a pipeline's idle time, would exceed this."""
 
 _WEIGHT = {"none": 0, "selective": 1, "full": 2}
 """Kinds of recomputation, ordered by their cost in time."""
@@ -44,9 +45,9 @@ class ChosenLayout:
     """A layout that fits a machine.
 
     Attributes:
-        config: given config with the layout's `parallel`, `recompute` and batch sizes.
+        config: the given config with the layout's `parallel` and batch sizes, and with `recompute.granularity` auto.
         sizes: size of every axis.
-        recompute: choice that `auto` resolves to.
+        recompute: the choice to which that `auto` resolves.
         prediction: predicted memory of every rank.
         usable_bytes: usable memory per rank, less MARGIN.
     """
@@ -62,12 +63,13 @@ def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
     """Choose the layout for a run on all ranks of a machine.
 
     Args:
-        config: run with one sample per microbatch; `parallel` and `recompute` are replaced. Its global batch is a wish: the
-            chosen one gives every pipeline about as many samples, in four binary digits, and at least one per stage.
+        config: run with one sample per microbatch; `parallel` and `recompute` are replaced. The chosen global batch is near this
+            config's: each pipeline's samples per step are rounded to four binary digits, and are at least pp.
         machine: the ranks and their memory.
 
     Raises:
-        ConfigError: the config is illegal in every layout, or none fits; names the nearest one and how much it lacks.
+        ConfigError: the config breaks a rule even with tp=1 and pp=1, or no layout fits. In the latter case the message names the
+            layout that needs least memory, and how much it lacks.
     """
     alone = _with_layout(config, machine, tp=1, pp=1, sequence_parallel=False)
     require_legal(alone, "the run with tp=1 pp=1", machine.num_ranks, machine.ranks_per_node)
@@ -84,7 +86,10 @@ def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
 
 
 def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Config]:
-    """Yield the run in every legal layout with tp x pp x ep = `size` on all ranks; tp is a power of two within a node."""
+    """Yield the run in every legal layout with tp x pp x ep = `size` on all ranks.
+
+    tp is a power of two within a node. With tp > 1, a layout has sequence parallelism unless only the plain one is legal.
+    """
     for tp, pp, ep in _model_cuts(config, machine):
         if tp * pp * ep != size:
             continue
@@ -96,7 +101,7 @@ def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Confi
 
 
 def _model_cuts(config: Config, machine: Machine) -> list[tuple[int, int, int]]:
-    """List (tp, pp, ep) for all layouts that divide the machine's ranks and the model's experts evenly."""
+    """List each (tp, pp, ep) that divides the machine's ranks and the model's experts evenly."""
     moe, num_ranks = config.model.moe, machine.num_ranks
     eps = [1] if moe is None else [ep for ep in divisors(num_ranks, 1) if moe.num_experts % ep == 0]
     tps = [2**power for power in range(machine.ranks_per_node.bit_length())]
@@ -117,7 +122,7 @@ def _model_sizes(config: Config, machine: Machine) -> list[int]:
 
 
 def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence_parallel: bool, ep: int = 1) -> Config:
-    """Build the run in a layout, with nothing recomputed."""
+    """Build the run's configuration in a layout, without recomputation; the global batch is rounded as in `choose_layout`."""
     dp = machine.num_ranks // (tp * pp)
     num_microbatches = max(pp, four_digits(config.train.global_batch_size / dp))
     layout: dict[str, object] = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": 1}
@@ -139,14 +144,14 @@ def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence
 
 
 def four_digits(number: float) -> int:
-    """Round to four binary digits, so that many samples divide into larger microbatches."""
+    """Round to four binary digits, so that large numbers of samples divide by powers of two and microbatches can grow."""
     unit = 2 ** max(0, int(number).bit_length() - 4)
     return round(number / unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """A legal layout and its fullest rank's memory with everything recomputed, which is the least it can hold."""
+    """A legal layout, and the least memory that its fullest rank can hold: with everything recomputed."""
 
     trial: Config
     sizes: ParallelSizes
@@ -161,7 +166,7 @@ class _Least:
 
 
 def _fit(least: _Least, machine: Machine, usable_bytes: int) -> ChosenLayout | None:
-    """Resolve the recomputation that makes the layout fit; None if none is enough."""
+    """Find the least recomputation with which the layout fits in `usable_bytes`; None if it does not fit with any."""
     sizes, is_gpu = least.sizes, machine.is_gpu
     if least.held.total > usable_bytes:
         return None
@@ -180,7 +185,10 @@ def _fit(least: _Least, machine: Machine, usable_bytes: int) -> ChosenLayout | N
 
 
 def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenLayout:
-    """Double the microbatch size while it is small, if that recomputes no more, keeps the pipeline full, and fits."""
+    """Double the microbatch size as often as the layout still fits with the same recomputation.
+
+    Doubling stops at `TOKENS_OF_A_MICROBATCH`, if the idle time would exceed `MOST_BUBBLE`, or if the batch does not divide.
+    """
     train, sizes = chosen.config.train, chosen.sizes
     size = train.micro_batch_size * 2
     num_microbatches, rest = divmod(train.global_batch_size, size * sizes.dp)
@@ -218,7 +226,7 @@ def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes:
 
 
 def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | None:
-    """Find a number of such GPUs for which a layout fits; None if even a hundred times as many are not enough."""
+    """Find a number of such GPUs with which a layout fits, by doubling; None if 128 times as many are not enough."""
     for count in (machine.num_ranks * 2**doublings for doublings in range(1, 8)):
         if count > GPUS_PER_NODE and count % GPUS_PER_NODE:
             continue

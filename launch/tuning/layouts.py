@@ -5,7 +5,7 @@
                                        v
     runs/<layout>/metrics.jsonl, events.jsonl  ->  LayoutResult    or Failed, with the reason
 
-An illegal layout, one that does not fit, or one that breaks becomes a `Failed`, and the next one is tried.
+A layout that is illegal, does not fit or fails while it trains becomes a `Failed`, and the next layout is tried.
 """
 
 import os
@@ -40,7 +40,7 @@ LEAST_STEPS = 3
 """Fewest steps: the first warms up and the last step's line has no split of that step, so three steps leave one split step."""
 
 WARM_UP_SHARE = 4
-"""One step in this many, from the first on, is excluded from the speeds."""
+"""The first 1 / WARM_UP_SHARE of the steps, at least one, is excluded from the speeds."""
 
 STOPPED = frozenset({*AFTER.values(), 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP})
 """Exit codes for a run that was stopped from outside: no further layout is tried."""
@@ -54,8 +54,8 @@ class FullestRank:
     """The rank that held the most memory.
 
     Attributes:
-        rank: its number.
-        measured: measured bytes; allocated by torch on a GPU, resident on a CPU.
+        rank: index of the rank.
+        measured: measured peak in bytes: allocated by torch on a GPU, resident on a CPU.
         predicted: bytes predicted from the config for this rank's parameters, gradients, optimizer state and activations.
     """
 
@@ -72,7 +72,7 @@ class LayoutResult:
         layout: layout sizes in words.
         device: device as the run described it ("8 ranks on 1 node, NVIDIA H200, nccl").
         is_gpu: whether the device is a GPU.
-        first_step, last_step: range of steps, counted from 1, whose medians are the speeds.
+        first_step, last_step: first and last step, counted from 1, over which each speed's median is taken.
         tokens_per_second: tokens per second over all ranks, in the median step.
         model_tflops: TFLOP/s per rank, in the median step.
         mfu: model FLOPs utilization, 0 to 1; None if no peak is known.
@@ -107,9 +107,9 @@ class Failed:
 
     Attributes:
         layout: layout as requested.
-        reason: a line or a few.
-        exit_code: the run's exit code; 2 if none was started.
-        output: end of the run's output.
+        reason: why it was not trained, in one or several lines.
+        exit_code: exit code of the run, or of the error that kept it from starting.
+        output: last lines of the run's output; "" if it was not started.
     """
 
     layout: str
@@ -119,7 +119,7 @@ class Failed:
 
 
 def rank_outcomes(outcomes: Sequence[LayoutResult | Failed]) -> tuple[list[LayoutResult], list[Failed]]:
-    """Split the outcomes: trained layouts by tokens per second and rank, fastest first, and failed ones in their order."""
+    """Split the outcomes into trained layouts, most tokens per second and rank first, and failed ones in the given order."""
     measured = [one for one in outcomes if isinstance(one, LayoutResult)]
     measured.sort(key=lambda one: -one.tokens_per_second_per_rank)
     return measured, [one for one in outcomes if isinstance(one, Failed)]
@@ -137,7 +137,7 @@ def write_config(
         name: the run's name.
 
     Raises:
-        ConfigError: all problems in the configuration at once.
+        ConfigError: the configuration has problems; the error lists all of them.
     """
     asked = load_config(path, overrides, variables)
     tree = asked.model_dump(mode="json")
@@ -157,8 +157,8 @@ def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Faile
     """Train the config that `write_config` wrote, on the ranks that training would use.
 
     Args:
-        config_path: path of that config.
-        label: layout label, should it fail.
+        config_path: path that `write_config` returned.
+        label: layout as requested, which a `Failed` repeats.
         log: file for the run's output.
 
     Raises:
@@ -181,7 +181,10 @@ def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Faile
 
 
 def refused(label: str, error: TriaxisError) -> Failed:
-    """Return the outcome for a layout that was not started; a ConfigError's heading names a temporary file and is left out."""
+    """Build the outcome of a layout that was not started because of `error`.
+
+    If the error is a ConfigError, only its problems are kept, because its heading names a temporary file.
+    """
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
     return Failed(label, "\n".join(problems), error.exit_code)
 
@@ -197,7 +200,7 @@ def show_plan(config_path: Path) -> None:
 
 
 def read_measured(plan: LaunchPlan) -> LayoutResult:
-    """Read the records of a successful run."""
+    """Read a successful run's step lines and events, and compute its `LayoutResult`."""
     config, name = plan.config, plan.config.runtime.name
     assert name is not None, "write_config gives it one"
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
@@ -239,9 +242,9 @@ def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> Fulle
 
 
 def reason_of(output: str, exit_code: int) -> str:
-    """Return why a run failed: its first error, or else the last line that it printed.
+    """Return why a run failed: its first error, or else the exit code and the last line that it printed.
 
-    A later error often comes from a rank that lost its peer.
+    The first error counts because later ones often come from ranks that lost a peer.
     """
     if (error := _ERROR.search(output)) is not None:
         return error[1].strip()

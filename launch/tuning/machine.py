@@ -1,7 +1,9 @@
 """The machine that a layout is chosen for: ranks, nodes and the memory per rank.
 
-8x80GB     8 GPUs with 80 GB, one node           64x80GB    8 nodes with 8 each
-nothing    this machine's GPUs, as nvidia-smi lists them; if there are none, its cores, which share its memory
+A user writes it as follows:
+
+8x80GB     one node with 8 GPUs of 80 GB          64x80GB    8 nodes with 8 such GPUs each
+nothing    this machine: one rank per GPU that nvidia-smi lists; without GPUs, one per core, and the cores share the memory
 """
 
 import os
@@ -25,7 +27,7 @@ RESIDENT_BYTES = 6 * 10**8
 """Memory that a rank on a CPU uses before it holds a tensor: Python, torch and its libraries."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""File with the memory limit of a container, or `max`."""
+"""File that holds the container's memory limit in bytes, or `max` if there is no limit."""
 
 _WRITTEN = re.compile(r"(?P<count>[1-9][0-9]*)x(?P<gigabytes>[0-9]+(\.[0-9]+)?)GB")
 
@@ -35,8 +37,8 @@ class Machine:
     """The ranks that a run may have.
 
     Attributes:
-        num_nodes, ranks_per_node: node count and ranks on each; all nodes are alike.
-        memory_bytes: memory that a rank may use, on its GPU or as its share of the host's.
+        num_nodes, ranks_per_node: number of nodes, and number of ranks on each node.
+        memory_bytes: memory that a rank may use: its GPU's, or its share of the host's.
         is_gpu: whether each rank has a GPU of its own.
         name: machine name, for messages.
     """
@@ -53,12 +55,12 @@ class Machine:
 
     @property
     def rank(self) -> str:
-        """Word for the device of one rank."""
+        """What messages call the device of one rank: a GPU or a core."""
         return "GPU" if self.is_gpu else "core"
 
 
 def gpus(count: int, memory_bytes: int) -> Machine:
-    """Build a machine with GPUs: one node with up to GPUS_PER_NODE, or several full ones."""
+    """Build a machine with `count` GPUs: one node if they are at most GPUS_PER_NODE, else nodes of GPUS_PER_NODE each."""
     per_node = min(count, GPUS_PER_NODE)
     nodes = f" on {count // per_node:,} nodes of {per_node}" if count > per_node else ""
     name = f"{counted(count, 'GPU')} of {gigabytes(memory_bytes)}{nodes}"
@@ -69,7 +71,8 @@ def written_machine(text: str) -> Machine:
     """Parse a machine written as `8x80GB`.
 
     Raises:
-        ConfigError: it is written otherwise, has no memory, has too many ranks, or has a node that is not full.
+        ConfigError: the text has another form, the memory is zero, there are more GPUs than a run may have ranks, or more than
+            GPUS_PER_NODE that do not fill whole nodes.
     """
     written = _WRITTEN.fullmatch(text)
     count, memory_bytes = (0, 0) if written is None else (int(written["count"]), int(float(written["gigabytes"]) * GB))
@@ -101,7 +104,11 @@ def this_machine(variables: Mapping[str, str]) -> Machine:
 
 
 def host_memory_bytes(limit: Path = CGROUP_LIMIT) -> int:
-    """Return this machine's memory, or its container's limit if that is less."""
+    """Return this machine's memory in bytes, or the container's limit if that is less.
+
+    Args:
+        limit: file with the container's limit.
+    """
     total = int(psutil.virtual_memory().total)
     text = limit.read_text().strip() if limit.is_file() else "max"
     return total if text == "max" else min(total, int(text))

@@ -1,9 +1,11 @@
 """A model with a requested number of parameters.
 
-family    Llama's: RMSNorm, SwiGLU with 8/3 of the width, RoPE, no bias; tied below 1B, 8 key heads from 7B
-shape     width over layers as in GPT-3's table 2.1 (2005.14165) at that size, interpolated by the logarithm of the size
-size      among shapes within 5 % of the requested number, the one nearest to that ratio; embeddings count
-heads     32, 64 or 128 dimensions each, in numbers that tensor parallelism divides: even, then multiples of 4, then of 8
+family    Llama's: RMSNorm, SwiGLU with an inner width of 8/3 of the hidden size, RoPE, no bias; tied embeddings below 1B
+          parameters, 8 key/value heads from 7B
+shape     hidden size over layers follows GPT-3's table 2.1 (2005.14165), interpolated by the logarithm of the model's size
+size      of all shapes within 5 % of the requested number (with embeddings), the one nearest to GPT-3's ratio is chosen
+heads     32, 64 or 128 dimensions each; their number is even, in larger models a multiple of 4 and then of 8, so that tensor
+          parallelism can divide it
 """
 
 import math
@@ -27,7 +29,7 @@ NUM_KV_HEADS = 8
 
 
 def model_of_size(size: int, vocab_size: int, seq_length: int) -> dict[str, Any]:
-    """Return the fields of the section `model`.
+    """Choose the fields of the section `model` for a model with about `size` parameters.
 
     Args:
         size: requested number of parameters.
@@ -53,7 +55,7 @@ def model_of_size(size: int, vocab_size: int, seq_length: int) -> dict[str, Any]
 
 
 def _shapes(size: int, vocab_size: int, seq_length: int) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
-    """Yield (parameters, layers, width, other fields) for the model nearest to `size` at each width."""
+    """Yield (parameters, layers, hidden size, other fields): for each hidden size, the model nearest to `size` parameters."""
     for width, heads in _widths(size):
         fields: dict[str, Any] = {
             "num_attention_heads": heads,
@@ -92,7 +94,7 @@ def _widths(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _ratio(size: int) -> float:
-    """Interpolate width over layers at a size."""
+    """Interpolate GPT-3's ratio of hidden size to layers for a model with `size` parameters."""
     if size <= RATIOS[0][0]:
         return RATIOS[0][1]
     for (low, at_low), (high, at_high) in pairwise(RATIOS):

@@ -2,7 +2,7 @@
 
     model, corpus, tokens, machine  ->  recipe (batch, learning rate)  ->  choose_layout  ->  Config  ->  commented YAML
 
-Steps are tokens / (global batch x seq_length), rounded up, with the batch that the layout has rounded.
+Steps = tokens / (global batch x seq_length), rounded up. The global batch is the recipe's, rounded to fit the layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,23 +29,23 @@ from triaxis.models.specs import num_parameters
 VALIDATION_SPLIT = (0.99, 0.01, 0.0)
 EVAL_STEPS = 4
 PARTS = 20
-"""Saves and validations per run, if that keeps them close enough together."""
+"""Saves, and validations, per run; a long run has more, because they are at most MOST_STEPS_BETWEEN steps apart."""
 MOST_STEPS_BETWEEN = 500
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """A run, from imported weights or from scratch.
+    """A planned run, from imported weights or from scratch.
 
     Attributes:
         config: the run's configuration.
-        own_fields: fields in each section that the model decides.
+        own_fields: the fields that the model decides, and their values, by section.
         chosen: layout, with its predicted memory.
         recipe: batch and learning rate before a layout rounded the batch.
         machine: machine that the layout is for.
         num_tokens: requested training tokens.
         corpus_tokens: tokens in the training corpus; None: the run has random tokens.
-        evidence: evidence that the tokenizer is the corpus's, in a few words.
+        evidence: evidence that the tokenizer is the one that prepared the corpus, in a few words.
     """
 
     config: Config
@@ -86,10 +86,10 @@ def plan_run(
     """Plan a run for a model.
 
     Args:
-        sections: configuration sections that the model decides, including `model`.
+        sections: fields that the model decides, by configuration section; `model` is one of them.
         corpus: training corpus; None: random tokens.
         tokenizer: value for `data.tokenizer`; None: the tokenizer that the corpus records.
-        evidence: evidence that it is the corpus's.
+        evidence: evidence that this tokenizer prepared the corpus, in a few words.
         weights: checkpoint folder to start from; None: the run starts from scratch.
         num_tokens: training tokens, rounded up to whole steps.
         machine: machine that the layout is for.
@@ -129,7 +129,11 @@ def plan_run(
 
 
 def _with_length(config: Config, machine: Machine) -> Config:
-    """Replace tokens by steps, and set the warm-up, saves and validations."""
+    """Replace the run's number of tokens by a number of steps, and set warm-up, saves and validations to match.
+
+    Raises:
+        ConfigError: the configuration breaks a rule, or a rank would exceed the machine's memory.
+    """
     num_steps = planned_steps(config)
     assert num_steps is not None, "the run has its tokens"
     interval = max(1, min(num_steps // PARTS, MOST_STEPS_BETWEEN))
@@ -148,7 +152,10 @@ def _with_length(config: Config, machine: Machine) -> Config:
 
 
 def _split(corpus: IndexedTokens, seq_length: int) -> tuple[float, float, float]:
-    """Choose the document shares: a hundredth for validation, if those documents hold a sample."""
+    """Choose the shares of documents for training, validation and test.
+
+    Validation gets a hundredth of the documents if they hold at least one sample; else training gets all.
+    """
     if corpus.num_documents * VALIDATION_SPLIT[1] >= 1:
         held_back = split_documents(corpus.num_documents, VALIDATION_SPLIT, corpus.prefix)["valid"]
         if corpus.document_lengths(held_back).sum() > seq_length:
@@ -157,11 +164,13 @@ def _split(corpus: IndexedTokens, seq_length: int) -> tuple[float, float, float]
 
 
 def to_commented_yaml(run: PlannedRun, heading: str) -> str:
-    """Format the run as YAML that `load_config` reads back to its config, each value with its reason.
+    """Format the run's configuration as YAML, with a comment that gives the reason for each value.
+
+    `load_config` reads the same configuration back.
 
     Args:
         run: run to write.
-        heading: comment lines at the top, excluding their `#`.
+        heading: text for the comment at the top, without `#`.
     """
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     lines += ["", f"format_version: {FORMAT_VERSION}"]
@@ -176,7 +185,7 @@ def to_commented_yaml(run: PlannedRun, heading: str) -> str:
 
 
 def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
-    """Return the sections that follow from corpus, tokens and machine: their fields, and remarks above them."""
+    """Return the sections that corpus, tokens and machine decide: (fields with comments, then the remarks above them)."""
     which = "first in its table that is as large" if run.recipe.is_as_large else "largest in its table"
     sizes = "tp x pp x ep" if run.config.model.has_experts else "tp x pp"
     has_kernels = bool(_dispatch(run)) and "kernels" not in run.own_fields
@@ -209,7 +218,7 @@ def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
 
 
 Fields = Mapping[str, str | None]
-"""A section's fields in file order, each with its comment."""
+"""A section's fields in file order, each with its comment; None: no comment."""
 
 VALIDATION: Fields = {"interval": "steps between validations", "steps": "global batches of a validation"}
 

@@ -4,9 +4,9 @@
     peak              GPT-3's for the model's size, after a linear warm-up over a hundredth of the steps
     decay             by cosine to a tenth of the peak at the last step
 
-The size's row in GPT-3's table (2005.14165, table 2.1) is the first that is at least as large. Its peaks are at or below those
-of later models, so a trained model forgets less. 2403.08763 found that warming up and decaying again matches
-training from scratch on old and new text, if some of the old text is mixed in.
+A model uses the first row of GPT-3's table (2005.14165, table 2.1) with at least as many parameters. GPT-3's peak learning rates
+are at or below those of later models, so a model that is trained further forgets less. 2403.08763 trained models further on new
+text, with warm-up and decay once more. The result matched training from scratch on old and new text, if some old text was mixed in.
 """
 
 from dataclasses import dataclass
@@ -56,8 +56,8 @@ class TrainingRecipe:
     """Batch size and learning rate for a run.
 
     Attributes:
-        row: row of GPT3 that they are taken from.
-        is_as_large: whether the row's model is as large; otherwise it is the largest in the table.
+        row: row of GPT3 with the batch and the learning rate.
+        is_as_large: whether the row's model has at least as many parameters; if not, the row is the table's largest.
         samples_per_step: target global batch; a layout may round it.
         lr, min_lr: peak learning rate, and learning rate at the last step.
     """
@@ -70,7 +70,7 @@ class TrainingRecipe:
 
 
 def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> TrainingRecipe:
-    """Return the recipe for a model and a number of training tokens.
+    """Look up batch size and learning rate for a model and a number of training tokens.
 
     Args:
         num_parameters: the model's parameter count; above the table's largest, the largest row is used.

@@ -1,6 +1,7 @@
 """Results from `triaxis bench` as a block of plain text to paste, and as JSON, with the machine that they were measured on.
 
-torch is imported for its version and the card's name, after the runs: a process that has queried a GPU holds memory on it.
+torch is imported only after the runs, to read its version and the GPU's name. A process that has queried a GPU holds memory on it,
+which the runs would lack.
 """
 
 import os
@@ -22,7 +23,7 @@ from triaxis.models.specs import num_parameters
 
 CPU_INFO = Path("/proc/cpuinfo")
 COLUMNS, NAME_WIDTH = 100, 10
-"""Columns in the block, and columns for the names before its texts."""
+"""Width of the text block, and of the column of names at its left, in characters."""
 LEAST_SHARE = 0.0005
 """Shares below this, which would print as 0.0 %, are left out."""
 
@@ -33,7 +34,7 @@ class MachineRecord:
 
     Attributes:
         device: name of the GPU or of the CPU.
-        count: GPUs, or cores that this process may use.
+        count: number of GPUs, or of CPU cores that this process may use.
         is_gpu: whether the ranks ran on GPUs.
         driver: GPU driver; "none" on a CPU.
         versions: torch, CUDA, NCCL and Python versions by name.
@@ -49,12 +50,12 @@ class MachineRecord:
 
     @property
     def rank(self) -> str:
-        """Word for one of the ranks that share the work."""
+        """What a rank is called in the report: a GPU, or a rank on CPUs."""
         return "GPU" if self.is_gpu else "rank"
 
 
 def look_at_machine(*, is_gpu: bool) -> MachineRecord:
-    """Collect names and versions; on a GPU this process then holds some of its memory."""
+    """Collect the machine's names and versions. With `is_gpu`, this process then holds memory on the GPU."""
     import torch
 
     versions = {"torch": str(torch.__version__), "Python": platform.python_version()}
@@ -68,14 +69,14 @@ def look_at_machine(*, is_gpu: bool) -> MachineRecord:
 
 
 def cpu_name(path: Path = CPU_INFO) -> str:
-    """Return the processor model as Linux names it, or the architecture."""
+    """Return the processor's model name from Linux's cpuinfo file at `path`; if it has none, the architecture."""
     lines = path.read_text().splitlines() if path.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
 
 
 def git_commit(root: Path = ROOT) -> str:
-    """Return the checkout's commit, or the reason why there is none."""
+    """Return the checkout's commit, with "+changes" if tracked files differ from it; "no git checkout" if there is none."""
     commit = _git(root, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return "no git checkout"
@@ -96,6 +97,8 @@ class Tried:
 
     Attributes:
         words: command line, including the program's name.
+        name: name of the tried configuration.
+        num_steps: number of steps per layout.
         outcomes: results in the order in which the layouts were tried.
     """
 
@@ -106,7 +109,7 @@ class Tried:
     outcomes: Sequence[LayoutResult | Failed]
 
     def peak(self, config: Config) -> PeakRate | None:
-        """Return the peak that MFU refers to, or None if it is unknown."""
+        """Return the peak rate to which MFU relates a run's rate; None if it is unknown for this device and dtype."""
         if config.telemetry.peak_tflops is not None:
             return PeakRate(config.telemetry.peak_tflops, "telemetry.peak_tflops")
         if not self.machine.is_gpu:
@@ -130,7 +133,7 @@ def to_text(tried: Tried) -> str:
 
 
 def _named(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
-    """Yield rows with a name and a text, folded at `COLUMNS`; a command stays on one line for pasting."""
+    """Yield lines for rows of a name and a text, folded at `COLUMNS`; a command stays on one line for pasting."""
     for name, text in rows:
         width = len(text) + 1 if name == "command" else COLUMNS - NAME_WIDTH
         first, *rest = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
@@ -204,7 +207,7 @@ def _table(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[str]:
 
 
 def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
-    """Yield each layout's step time as shares that add up to 100 %."""
+    """Yield a line per layout with the shares of its step time, which add up to 100 %."""
     yield "time of a step, to 100 %:"
     for place, one in enumerate(measured, start=1):
         shares = "  ".join(
@@ -214,7 +217,7 @@ def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
 
 
 def to_json(tried: Tried) -> dict[str, object]:
-    """Return the same report as a JSON object; times in seconds, memory in bytes, shares from 0 to 1."""
+    """Convert a report to a JSON object with the same results; times in seconds, memory in bytes, shares from 0 to 1."""
     measured, failed = rank_outcomes(tried.outcomes)
     peak = tried.peak(measured[0].config) if measured else None
     return {

@@ -1,12 +1,13 @@
 """Speed-up: how much faster more ranks train the same global batch, and which step parts lose the rest of the ideal.
 
-    T(n)  seconds per step on n ranks; m is the fewest ranks that were measured
+Let T(n) be the seconds per step on n ranks, t(n) the seconds of one part of that step, and m the fewest ranks that were measured.
 
-    speed-up      S(n) = T(m) / T(n)                      n / m would be ideal
-    efficiency    E(n) = S(n) m / n                       the loss is 1 - E(n)
-    lost to a part of the step, with t seconds of it      (t(n) - t(m) m / n) / T(n); over all parts these add up to 1 - E(n)
+    speed-up           S(n) = T(m) / T(n)            n / m would be ideal
+    efficiency         E(n) = S(n) m / n             the loss is 1 - E(n)
+    loss to a part     (t(n) - t(m) m / n) / T(n)    the losses to all parts add up to 1 - E(n)
 
-A part that every rank repeats, such as the replicas' update, is lost in full; a negative part was faster than in proportion.
+A part that lasts as long on more ranks, such as an update that every replica repeats, loses most. A negative loss means that more
+ranks shortened the part by more than their ratio.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from triaxis.launch.pictures.style import COLOURS
 from triaxis.launch.tuning.layouts import LayoutResult
 
 LEAST_LOST = 0.005
-"""Parts with a smaller loss are left out of the text."""
+"""Parts whose loss or gain is a smaller share of the step are left out of the text."""
 
 BAR, GAP, HEIGHT, LEFT, TOP = 56, 44, 220, 60, 70
 """Sizes in the picture, in pixels: bar width, room between bars, axis height, margins."""
@@ -27,13 +28,13 @@ BAR, GAP, HEIGHT, LEFT, TOP = 56, 44, 220, 60, 70
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """One number of ranks compared with the fewest.
+    """Results with one number of ranks, compared with the fewest.
 
     Attributes:
         tokens_per_second: tokens per second over all ranks.
         speed_up: speed-up over the fewest ranks.
         efficiency: share of the ideal speed-up; 1 for the fewest ranks.
-        lost: lost shares of a step by part; with the efficiency they add up to 1.
+        lost: share of a step that is lost to each part; with the efficiency these add up to 1.
     """
 
     num_ranks: int
@@ -60,7 +61,7 @@ def scaling_of(measured: Sequence[LayoutResult]) -> list[Scaling]:
 
 
 def scaling_text(rows: Sequence[Scaling]) -> str:
-    """Format a line per number of ranks, and the meaning of the columns."""
+    """Format a table with a line per number of ranks, and a line that explains its columns."""
     cells = [("ranks", "tokens/s", "speed-up", "efficiency", "lost to")]
     cells += [
         (
@@ -94,7 +95,7 @@ def _largest(row: Scaling) -> Iterator[tuple[str, float]]:
 
 
 def draw_scaling(rows: Sequence[Scaling], title: str, path: Path) -> None:
-    """Draw a bar per number of ranks, stacking efficiency and losses, with the speed-up above it.
+    """Draw a bar per number of ranks that stacks its efficiency and losses, with the speed-up above the bar.
 
     Raises:
         TriaxisError: `path` does not end in .svg, or cannot be written.

@@ -1,7 +1,8 @@
 """A few configurations in which every pair of features meets.
 
-Composition bugs need two features together far more often than three. A greedy covering array keeps all legal pairs. Its number
-of rows grows with the square of the largest number of choices, not with the product of all numbers.
+Composition bugs depend on two features together far more often than on three. So the rows form a greedy covering array: each legal
+pair of choices occurs in at least one row. The number of rows grows with the square of the largest number of choices per feature,
+not with the product over all features.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ def covering_rows(features: Mapping[str, Sequence[Hashable]], is_legal: Callable
     """Choose rows that cover every pair of choices found in any legal row.
 
     Args:
-        features: feature names and their choices; ties go to earlier choices.
+        features: each feature's choices; among rows that cover equally many new pairs, earlier choices win.
         is_legal: whether a row can be run.
 
     Returns:

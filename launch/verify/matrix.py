@@ -24,7 +24,7 @@ _BASE: dict[str, Any] = {
     "vocab_size": 43,
     "vocab_multiple": 8,
 }
-"""9 layers: only 1 and 3 stages divide them evenly. 43 tokens: padding. One key/value head: a replica on every tp rank."""
+"""9 layers, which only 1 and 3 stages divide evenly. 43 tokens, so that the padded vocabulary has rows of padding."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": _BASE | {"ffn_hidden_size": 24, "position": "learned"},
@@ -83,7 +83,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Models that together have every parameter with its own way of being cut or summed, and layers that differ."""
+"""Models that together have every kind of parameter, since each kind is cut or summed in its own way, and layers that differ.
+
+With a single key/value head, every tp rank has a replica of it."""
 
 DOCUMENTS = {"kinds of layers": {"attention": "within", "positions": "document", "count_document_starts": False}}
 """Fields of `data` for families whose samples keep documents apart."""
@@ -94,10 +96,10 @@ WAYS_OF_EXPERTS: dict[str, dict[str, object]] = {
     "ep 4, all-to-all": {"ep": 4, "etp": 1, "dispatch": "all_to_all"},
     "ep 2 and etp, all-to-all": {"ep": 2, "etp": 2, "dispatch": "all_to_all"},
 }
-"""How experts are cut over ranks and reached. etp equals tp, so it is two here."""
+"""Ways to cut experts over ranks and to send tokens to them. etp is 1 or equals tp, so etp 2 needs tp 2."""
 
 OWN = "own"
-"""Family name for a given config."""
+"""Family name of the model in a given config, which replaces `FAMILIES`."""
 
 MOST_RANKS = 8
 
@@ -105,10 +107,10 @@ MOST_RANKS = 8
 def matrix(
     path: Path | None, overrides: tuple[str, ...], *, num_steps: int, dtype: str, most_ranks: int = MOST_RANKS
 ) -> list[tuple[Row, Trial]]:
-    """Build a matrix's trials, with the features of each.
+    """Build a matrix's trials, each with its row of features.
 
     Args:
-        path, overrides: model whose layout is varied; None: `FAMILIES`.
+        path, overrides: config and overrides of the model whose layout is varied; if `path` is None, all `FAMILIES` are used.
         most_ranks: largest number of ranks in a layout.
 
     Raises:
@@ -189,7 +191,7 @@ def matrix(
 
 
 def _overrides(row: Row) -> list[str]:
-    """Write a row as overrides; microbatches do not fill the pipeline evenly if the schedule allows that."""
+    """Write a row as overrides, with 2 pp microbatches, or one more if vpp is 1: only a larger vpp needs a multiple of pp."""
     micro, dp, pp = (int(str(row[name])) for name in ("micro batch", "dp", "pp"))
     num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
     way = WAYS_OF_EXPERTS[str(row["experts"])]

@@ -1,11 +1,12 @@
-"""The compared steps: one process writes every tensor, and a layout's ranks compare their parts with them.
+"""The steps that a verification compares: one process writes every tensor, and a layout's ranks compare their parts with it.
 
-    reference.step_00.safetensors      first step: weights before it, gradients, masters, moments and parameters, `kind:name`
+    reference.step_00.safetensors      first step: weights before it, gradients, masters, moments and parameters
     reference.step_01.safetensors      the same without the first weights
     ...
 
-Weights are off the initial point: norms are not one, biases not zero. Otherwise an error in a term that starts at zero would go
-unnoticed. Gradients are read from the owned parts of the reduced main grads, where the optimizer reads them.
+Keys in these files are `kind:name`. Weights start away from their usual initial values: norms are not one, biases not zero.
+Otherwise an error in a term that starts at zero would go unnoticed. Gradients are read from the owned parts of the reduced main
+grads, where the optimizer reads them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,7 @@ class Notebook(Protocol):
 
 
 class HeldElements:
-    """Elements [start, stop) of one parameter's row-major box, as this rank holds them."""
+    """Elements [start, stop) of this rank's part of one parameter, a box that is flattened in row-major order."""
 
     __slots__ = ("record", "start", "values")
 
@@ -50,7 +51,7 @@ class HeldElements:
 
 @torch.no_grad()
 def leave_the_initial_point(engine: Engine, seed: int) -> None:
-    """Add noise to every parameter, the same in every layout, and copy it to the masters. `seed` is the run's."""
+    """Add noise to every parameter, the same in every layout, and copy the result to the masters; `seed` is `train.seed`."""
     for parameter in engine.parameters.values():
         record = parameter.record
         flat = parameter.value.data.view(-1)[: record.box_numel]
@@ -74,13 +75,13 @@ def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Compute the record's box after `leave_the_initial_point`, flat, on the CPU: for a process without an engine."""
+    """Compute what `leave_the_initial_point` would give a parameter, without an engine: the record's box, flat, on the CPU."""
     dtype = dtype if record.spec.is_trained else accumulation_dtype(dtype)
     return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
 
 
 def _noise(record: ParamRecord, seed: int) -> torch.Tensor:
-    """Draw noise with its own seed; with the initial values' seed it would only scale them."""
+    """Draw noise with a seed other than the initial values'; with the same seed it would be a multiple of them."""
     noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
     return initial_box(noisy, seed + 1)
 
@@ -98,14 +99,15 @@ def run_steps(
     """Train on the given global batches; pass every tensor in every step to the notebook.
 
     Args:
-        engine: engine at its start.
+        engine: engine before its first step.
         steps: this rank's microbatches, step by step.
         watch: context that is open during the first forward and backward.
         begin_step: called with each step's number, from 0, before the step.
-        may_diverge: continue after a loss or gradient that is not finite, because a layout's run must show its place.
+        may_diverge: continue after a loss or gradient that is not finite, so that a layout's report shows where it occurred.
 
     Raises:
-        DivergenceError: numbers are not finite in one process, fp16 overflows, or experts have no room for rows; on every rank.
+        DivergenceError: on every rank, if a number is not finite and `may_diverge` is False, if fp16 overflows, or if experts have
+            no room for rows.
     """
     _write_parameters(engine, 0, "start", notebook)
     facts = []
@@ -162,7 +164,7 @@ def reference_file(folder: Path, step: int) -> Path:
 
 
 class Writing:
-    """The one process's notebook: whole tensors, one file per step."""
+    """The notebook of the reference, one process: it writes whole tensors, one file per step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -182,7 +184,7 @@ class Writing:
 
 
 class Comparing:
-    """A rank's notebook: its elements compared with the same elements in the reference."""
+    """The notebook of a layout's rank: it compares the rank's elements with the same elements in the reference."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -2,10 +2,11 @@
 
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 
-All of them train on a small corpus (`launch/verify/oracles/corpus.py`), which the oracle reads, cuts and counts by itself.
+All of them train on a small corpus (`launch/verify/oracles/corpus.py`). The oracle cuts it into samples and counts labels with
+code of its own.
 
-The files are those of an ordinary verification, so ranks and judge are the same; only another program writes the reference. Our
-one process runs first. If it differs as well, the model itself differs, and no layout is to blame.
+The oracle writes the same files as the reference of an ordinary verification, so ranks and judge work unchanged. Our one process
+is compared first. If it differs from the oracle, the model itself differs, and no layout is to blame.
 """
 
 import json
@@ -62,7 +63,7 @@ DTYPES = ("float64", "fp32")
 NUM_STEPS = 5
 
 SITES = ("token_losses", "loss")
-"""Outputs that every model has."""
+"""Sites whose outputs are compared with an oracle's; every model has them."""
 
 _LARGEST = {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, "sequence_parallel": True}
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -81,6 +82,7 @@ class OracleTrial:
 
     Attributes:
         oracle: one of `ORACLES`, or a function as SOURCE:NAME.
+        version: version of the oracle's package; for a function, the start of its sources' digest.
         trials: our one process, then layouts; model, batch and optimizer are the same in all.
     """
 
@@ -108,7 +110,7 @@ def oracle_trial(
     num_steps: int,
     dtype: str,
 ) -> OracleTrial:
-    """Build the configurations for a comparison.
+    """Build the configurations for a comparison with an oracle.
 
     Args:
         oracle: one of `ORACLES`.
@@ -139,7 +141,7 @@ def oracle_trial(
 
 
 def _largest(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Build overrides for the layout with every size in `LAYOUTS`, which the small model must fit."""
+    """Build overrides for a layout with the largest sizes in `LAYOUTS`; a small model that fits it fits all of them."""
     # The config's own layout is not run, so the model need not fit it.
     model = load_config(path, (*overrides, *_words(ONE_PROCESS)), os.environ).model
     stages = _listed_stages(model, _LARGEST["pp"] * _LARGEST["vpp"])
@@ -164,18 +166,18 @@ def _layouts(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _ways(model: ModelConfig) -> int:
-    """Number of parts that experts are cut into with dp."""
+    """Choose ep for layouts with dp: 2 if the number of experts is even, else 1."""
     return 1 if model.moe is None or model.moe.num_experts % 2 else 2
 
 
 def _listed_stages(model: ModelConfig, num_stages: int) -> list[int] | None:
-    """List layers per stage if there are fewer layers than stages, with the last stages empty; None otherwise."""
+    """List one layer per stage, and none in the last stages, if there are fewer layers than stages; else return None."""
     num_layers = model.num_layers
     return None if num_layers >= num_stages else [1] * num_layers + [0] * (num_stages - num_layers)
 
 
 def installed_version(oracle: str) -> str:
-    """Look up the version of an oracle's package.
+    """Look up the version of an oracle's package; for a user's function, the first 8 digits of its sources' digest.
 
     Raises:
         ConfigError: the package is missing, its version is not supported here, or a user's function cannot be read.
@@ -326,7 +328,7 @@ def _oracle_command(path: Path) -> list[str]:
 
 
 def run_oracle(oracle: str, config: Config, folder: Path) -> int:
-    """Run the oracle in its own process, because its code has globals and needs patches.
+    """Run the oracle in its own process, because its code has globals and needs patches; return the exit code.
 
     Args:
         config: configuration for one process.
@@ -344,7 +346,11 @@ def run_oracle(oracle: str, config: Config, folder: Path) -> int:
 
 
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
-    """Find the cause of a difference from an oracle; the judge's own guess needs a layout and all outputs."""
+    """Describe why a trial differs from an oracle.
+
+    If a layout differs, first in anything but samples, outputs or loss, the judge's own cause is returned. In all other cases
+    the cause is found here, because the judge's guess needs a layout and all outputs.
+    """
     if verdict.equal:
         return None
     first = verdict.differences[0]

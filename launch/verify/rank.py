@@ -79,9 +79,10 @@ def observe(
         topology: this rank's topology.
         config: configuration with the layout; for the reference, one process.
         folder: folder shared by all ranks; holds the reference's files unless this is the reference.
-        is_reference: write whole tensors, instead of comparing with them.
-        sites: sites whose outputs the reference has; None: all.
-        noise_of: narrower dtype of the reference whose rounding this run measures; weights start in that dtype.
+        is_reference: True: write whole tensors; False: compare this rank's parts with them.
+        sites: names of the sites whose outputs are compared; None: all.
+        noise_of: None, except in the run that measures a reference's rounding in a wider dtype; then the reference's dtype, to
+            which the first weights are rounded.
     """
     engine = build(config, topology, build_chunks)
     if noise_of is None:
@@ -133,10 +134,10 @@ def report_path(folder: Path, rank: int) -> Path:
 
 
 def checksums(microbatch: MicroBatch) -> list[Sample]:
-    """Pair each sample's id in a microbatch with a checksum over its contents.
+    """Return each sample's id in a microbatch with a checksum over the sample's contents.
 
-    The checksum adds up one checksum per token, over the token, its label, mask, position and document. So the parts that
-    context-parallel ranks hold add up to the whole sample's checksum.
+    It is the sum of one checksum per token, over the token, its label, mask, position and document. So the checksums of the parts
+    that context-parallel ranks hold add up to the whole sample's.
     """
     mask = microbatch.loss_mask
     counted = mask if mask.dtype is torch.bool else mask.view(torch.int32)  # weights are compared by their bits
@@ -150,7 +151,7 @@ def checksums(microbatch: MicroBatch) -> list[Sample]:
 
 
 def _samples_of(step: Sequence[MicroBatch], topology: Topology) -> tuple[Sample, ...]:
-    """Samples that this rank reads in a step, with checksums summed over the cp ranks."""
+    """List the samples that this rank reads in a step, with checksums summed over the cp ranks."""
     mine = [sample for microbatch in step for sample in checksums(microbatch)]
     sums = torch.tensor([checksum for _, checksum in mine], device=topology.device)
     whole = topology.axis("cp").all_reduce(sums, "samples").wait().tolist()
@@ -158,7 +159,7 @@ def _samples_of(step: Sequence[MicroBatch], topology: Topology) -> tuple[Sample,
 
 
 def batches_of_steps(config: Config, topology: Topology) -> list[list[MicroBatch]]:
-    """Read all steps of a dp rank, with labels masked so that microbatches have unequal counts."""
+    """Read this rank's microbatches for all steps; some labels are masked, so that microbatches have unequal label counts."""
     with closing(open_batches(config, topology, masked_samples(config))) as batches:
         return [batches.next_step() for _ in range(config.train.steps or 1)]
 
@@ -171,7 +172,7 @@ def _sites(
     steps: Sequence[Sequence[MicroBatch]],
     wanted_sites: Sequence[str] | None,
 ) -> list[SiteReport]:
-    """Compare this rank's outputs with the reference's for the same tokens; samples missing there deviate infinitely."""
+    """Compare this rank's outputs with the reference's for the same tokens; a missing output counts as an infinite error."""
     tp, cp = topology.axis("tp"), topology.axis("cp")
     places = {
         str(sample): microbatch.part.positions[row].cpu()

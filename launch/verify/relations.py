@@ -18,10 +18,10 @@ from triaxis.launch.verify.shrink_experts import relations_of_experts
 from triaxis.launch.verify.shrink_layers import relations_of_stages
 
 MOST_ROUNDS = 3
-"""A first, a middle and a last round; further rounds are like the middle one."""
+"""Largest number of pipeline rounds that is kept: a first, a middle and a last one; further rounds are like the middle one."""
 
 MOST_PIECES = 3
-"""Same limit for the pieces of a microbatch at the head."""
+"""Largest number of pieces, at the output head, that is kept for a microbatch, for the same reason."""
 
 
 def relations(config: Config) -> dict[str, object]:
@@ -62,7 +62,7 @@ def stage_relations(
 
 
 def full_recompute_method(config: Config) -> str:
-    """Method that recomputes whole layers; "": none."""
+    """The method that recomputes whole layers, `uniform` or `block`; "" if whole layers are not recomputed."""
     return config.recompute.method if config.recompute.granularity == "full" else ""
 
 
@@ -78,7 +78,9 @@ def num_microbatches(config: Config) -> int:
 
 
 def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
-    """Count the blocks of a row on a context-parallel rank; 1 if it holds whole rows, or one run from each.
+    """Count the blocks that a context-parallel rank holds of one row.
+
+    The result is 1 if keys are not gathered, because the rank then holds whole rows or one contiguous run of each.
 
     Args:
         config: the run's configuration; a row has several documents if attention is within documents.
@@ -92,7 +94,10 @@ def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
 
 
 def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
-    """Whether keys and values are gathered in several pieces, and whether some pieces are larger; None: they are not gathered."""
+    """Whether keys and values are gathered in several pieces, and whether some pieces are larger.
+
+    None: keys are not gathered, or attention has latents.
+    """
     if not gathers_keys(config) or config.model.mla is not None:
         return None
     pieces = heads_of_pieces(local_kv_heads(config))
@@ -100,7 +105,10 @@ def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
 
 
 def head_pieces(num_tokens: int, tokens_at_a_time: int | None) -> tuple[int, bool] | None:
-    """Count (pieces at the head up to `MOST_PIECES`, whether the last one is smaller); None: the head is not cut."""
+    """Count the pieces that the output head cuts a microbatch into, up to `MOST_PIECES`; tell whether the last one is smaller.
+
+    None: the head is not cut.
+    """
     if tokens_at_a_time is None:
         return None
     return min(-(-num_tokens // tokens_at_a_time), MOST_PIECES), num_tokens > tokens_at_a_time and bool(
@@ -130,7 +138,7 @@ def _layers_of_stages(config: Config) -> list[tuple[object, ...]]:
 
 
 def _kinds_of_layers(config: Config) -> list[tuple[object, ...]]:
-    """Relations for each kind of layer, in order of first appearance."""
+    """List each kind of layer's window, sinks, experts and rotation, in order of first appearance."""
     length = config.model.seq_length
     return [
         (

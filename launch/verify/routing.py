@@ -1,7 +1,7 @@
 """The experts that tokens choose in a verification: the reference records them, each rank compares and sums its own.
 
-    reference.routing.safetensors      experts of each token, `step|layer|sample`: int32 [s, k], by number, and where the sequence
-                                       loss counts others, those: `step|counted layer|sample`
+    reference.routing.safetensors      `step|layer|sample`: the sorted experts of each token, int32 [s, k]
+                                       `step|counted layer|sample`: the experts that the sequence loss counts, if others
     digest of a layer                  sum over its tokens of hash(sample, position, layer, experts), modulo 2^64
 
 Each token is routed on exactly one rank. So the ranks' digests add up to the reference's, wherever tokens and experts are.
@@ -29,12 +29,12 @@ REFERENCE_ROUTING = "reference.routing.safetensors"
 
 
 class Routings:
-    """Choices made in this rank's layers; `step` is the current step, from 0.
+    """A recorder of the expert choices in this rank's layers; its user sets `step`, from 0, before each step.
 
     Args:
         chunks: the rank's model chunks; their expert layers are recorded from now on.
         folder: folder with the reference's choices; None: this is the reference, which records every token.
-        imposed: replace each choice by the reference's.
+        imposed: replace each choice by the reference's, after it is counted.
     """
 
     def __init__(self, chunks: Sequence[Any], folder: Path | None, *, imposed: bool) -> None:
@@ -103,7 +103,7 @@ class Routings:
         moe.counted = counted  # type: ignore[method-assign]
 
     def _wanted(self, name: str, positions: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Look up the reference's experts for a sample's tokens, int64 [n, k]; the rank's own if it has none."""
+        """Look up the reference's experts for a sample's tokens, int64 [n, k]; if it has none, return `experts` itself."""
         if self._known is None or name not in self._names:
             return experts
         return self._known.get_tensor(name)[positions].long()

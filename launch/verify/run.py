@@ -59,7 +59,7 @@ class VerificationError(Exception):
 
 
 def verify_layout(asked: Trial) -> Verdict:
-    """Run the reference and the layout, and compare them; if they differ, run sub-layouts to name the axis.
+    """Run the reference and the layout, and compare them; if they differ, run sub-layouts to find the responsible axis.
 
     Raises:
         VerificationError: a run failed.
@@ -122,7 +122,10 @@ def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_r
 
 @contextmanager
 def without_layout_variables() -> Iterator[None]:
-    """Hide TP, PP and similar variables, already read: runs inside the block differ from them on purpose."""
+    """Hide TP, PP and similar variables inside the block.
+
+    The command has read them already, and the runs that it starts differ from them on purpose.
+    """
     kept = {name: os.environ.pop(name) for name in ENVIRONMENT if name in os.environ}
     try:
         yield
@@ -131,7 +134,7 @@ def without_layout_variables() -> Iterator[None]:
 
 
 def evidence(config: Config, folder: Path) -> Evidence:
-    """Read the reports of a layout's ranks from `folder`, and add the layout's treatment of each parameter."""
+    """Read the reference's and the ranks' files in `folder`; add which ranks replicate and sum each parameter in the layout."""
     num_steps = config.train.steps
     steps = json.loads((folder / REFERENCE_STEPS).read_text())[:num_steps]
     samples, noise = folder / REFERENCE_SAMPLES, folder / NOISE_REPORT
@@ -155,7 +158,7 @@ def routings_of(folder: Path, num_steps: int | None) -> tuple[RoutingReport, ...
 
 
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
-    """List every parameter in the model in forward order, with the layout's treatment of it."""
+    """List every parameter in the model in forward order: its replicas, sums, decay and first stage in the layout."""
     parallel = config.parallel
     first_stage: dict[str, int] = {}
     for number, stage in enumerate(stages_of(config)):

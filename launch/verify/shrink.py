@@ -1,7 +1,7 @@
-"""A configuration of the same kind, small enough for float64 on a laptop.
+"""A small configuration of the same kind as a given one, cheap enough for float64 on a laptop.
 
-Layout bugs come from relations between sizes, not from the sizes: whether heads outnumber ranks, whether stages are even, which
-ranks hold vocabulary padding. Every relation in `launch/verify/relations.py` is kept; everything else becomes small.
+Layout bugs come from relations between sizes, not from the sizes themselves: whether heads outnumber ranks, whether stages are
+even, which ranks hold vocabulary padding. Every relation in `launch/verify/relations.py` is kept; everything else becomes small.
 """
 
 import math
@@ -40,13 +40,13 @@ ROWS_PER_RANK = 8
 ROWS = 40
 PADDING = 3
 BUCKET_BYTES = 4096
-"""Small enough for several buckets, with parameters across their borders."""
+"""Bucket size in bytes, so small that there are several buckets and some parameters cross their borders."""
 
 MOST_PER_GROUP = 4
 """Largest number of layers that are recomputed together.
 
-With 3, stages of n and of n + 1 layers can both leave a remainder. With 4, both can have more layers than are offloaded, and one
-of them as many as are recomputed."""
+Groups of 3 suffice for stages of n and of n + 1 layers that both leave a remainder. With 4, both stages can also have more layers
+than are offloaded, and one of them as many as are recomputed."""
 
 Relation = tuple[object, ...]
 """Value returned by `stage_relations`."""
@@ -111,7 +111,7 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _block(config: Config) -> int | None:
-    """Count the numbers that share an FP8 scale; every size stays a multiple of it. None: sizes are free."""
+    """How many numbers share an FP8 scale; every size must be a multiple of this. None: no scales are shared, sizes are free."""
     return None if config.precision.fp8 is None else BLOCKS.get(config.precision.fp8.recipe)
 
 
@@ -150,7 +150,7 @@ def _heads(config: Config) -> dict[str, Any]:
 
 
 def _latents(model: ModelConfig) -> dict[str, Any] | None:
-    """Choose small latent and head-part sizes, all different; values and keys are equal only if they were."""
+    """Choose small sizes for the latents and for the parts of a head; values are as wide as keys only if `model` has it so."""
     if model.mla is None:
         return None
     return {
@@ -163,7 +163,10 @@ def _latents(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
-    """Choose one or two heads; more if cp exchanges heads, or needs pieces that differ."""
+    """Choose how many key/value heads a rank has: one or two, times cp if cp exchanges heads.
+
+    If keys are gathered in pieces that differ in size, there are enough heads for that.
+    """
     pieces = heads_of_pieces(kv_heads)
     if gathers_keys(config) and pieces[0] != pieces[-1]:
         return len(pieces) + 1
@@ -172,7 +175,7 @@ def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
 
 
 def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
-    """Give every rank the same number of rows, with padding on the same ranks as before."""
+    """Choose a vocabulary that gives every rank equally many rows, with padding on the same ranks as before."""
     kinds = rows_of_ranks(model.vocab_size, model.padded_vocab_size, tp)
     per_rank = max(ROWS_PER_RANK, -(-ROWS // tp))
     partly = (per_rank - PADDING) * kinds.count("partly padding")
@@ -180,7 +183,7 @@ def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
 
 
 def _seq_length(config: Config) -> int:
-    """Choose a length with several tokens per rank; odd if it was odd, so that no two equal pieces exist."""
+    """Choose a sequence length with several tokens per rank; without cp, an odd length stays odd, so no halves are equal."""
     length, tp, cp = config.model.seq_length, config.parallel.tp, config.parallel.cp
     least, block = max(LEAST_SEQ_LENGTH, 2 * tp), _block(config)
     if block is not None:
@@ -201,7 +204,7 @@ def _seq_length(config: Config) -> int:
 def _layers(config: Config) -> tuple[list[list[int]], int, int]:
     """Choose (kept layer numbers per stage, layers per recomputed group, offloaded layers).
 
-    The result is the smallest that keeps all relations.
+    The result has the fewest layers that keep all relations.
     """
     recomputed, counts = full_recompute_method(config), layer_counts(config)
     per_group, num_offloaded = config.recompute.num_layers, config.offload.num_layers
@@ -244,7 +247,7 @@ def _listed_sizes(
 ) -> list[int] | None:
     """Find the smallest growing stage sizes that have the wanted relations.
 
-    Each size exceeds the one before by at least `more` (and by 1), and by less than `most` beyond that.
+    Each size exceeds the previous one by at least its entry in `more`, and by at least 1. For each, `most` candidates are tried.
     """
     sizes: list[int] = []
     for relation, least in zip(wanted, more, strict=True):

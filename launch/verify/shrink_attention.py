@@ -1,8 +1,8 @@
 """The attention of a smaller model of the same kind.
 
-Four properties are kept for each kind of layer: whether its window is shorter than the samples; whether heads rotate in part; the
-rule that scales frequencies; and which side of its original length LongRoPE is on. `launch/verify/shrink_layers.py` chooses the
-layers that have it.
+Four properties are kept for each kind of layer: whether its window is shorter than the samples; whether only part of a head
+rotates; the rule that scales frequencies; and whether samples are longer than LongRoPE's original length.
+`launch/verify/shrink_layers.py` chooses which layers remain.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from triaxis.engine.config.attention_kinds import RopeScaling
 from triaxis.engine.config.model import ModelConfig
 
 PART = 0.5
-"""Share of a head that rotates, if not the whole head rotates."""
+"""Rotated share of a small model's heads, if only part of a head rotates in the original."""
 
 
 def shrink_attention(model: ModelConfig, seq_length: int, head_dim: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def shrink_attention(model: ModelConfig, seq_length: int, head_dim: int) -> dict
 def _fields(
     given: Mapping[str, Any], model: ModelConfig, seq_length: int, head_dim: int, share: float
 ) -> dict[str, Any]:
-    """Fields of a kind (or of the model) that depend on sizes, as JSON."""
+    """Compute the new values of the size-dependent fields in `given`, a layer kind's fields or the model's own, as JSON."""
     found: dict[str, Any] = {}
     if "window" in given:
         window = given["window"]

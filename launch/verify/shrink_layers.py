@@ -3,8 +3,8 @@
     stages of 6 layers    [local local global local local global]   [local local global local local global]
     kept, at 0, 2, 3      [local global local]                      [local global local]
 
-Layers differ in what their number determines: their kind, and their parameters' groups. A small stage keeps the same places in
-every stage. So two stages are still alike, or still begin with different layers, as before.
+Two layers are alike if they have the same kind and if their parameters belong to the same optimizer groups. Every stage keeps the
+layers at the same places. So stages that were alike remain alike, and stages that began with different layers still do.
 """
 
 from collections.abc import Hashable, Sequence, Set
@@ -19,7 +19,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.models.specs import layer_specs, model_specs
 
 Labels = tuple[int, ...]
-"""A stage's layers as numbers; equal layers share a number, counted in order of first appearance in the model."""
+"""Labels of a stage's layers; layers that are alike share a label, numbered in order of first appearance in the model."""
 
 
 def stage_labels(config: Config) -> list[Labels]:
@@ -33,7 +33,7 @@ def stage_labels(config: Config) -> list[Labels]:
     seen: dict[Hashable, int] = {}
 
     def label(layer: int) -> int:
-        """Number what a layer's position determines: its kind, and each parameter's group."""
+        """Label a layer by its kind and by each parameter's optimizer group; layers that agree in both share the label."""
         rules = [group_of(f"layers.{layer}.{name}", groups) for name in names[kinds[layer]]] if groups else []
         fields = [None if number is None else _fields(groups[number]) for number in rules]
         return seen.setdefault((kinds[layer], tuple(fields)), len(seen))
@@ -55,7 +55,7 @@ def relations_of_stages(config: Config) -> tuple[object, ...]:
 
 
 def needed_places(config: Config) -> set[int]:
-    """Find the places in a stage, from 0, whose layers these relations need."""
+    """Find the places in a stage, from 0, whose layers must stay so that `relations_of_stages` does not change."""
     stages = list(dict.fromkeys(stage_labels(config)))
     needed = {0}
     for labels in filter(None, stages):
@@ -74,12 +74,12 @@ def needed_places(config: Config) -> set[int]:
 
 
 def kept_layers(config: Config, needed: Set[int], sizes: Sequence[int], small_sizes: Sequence[int]) -> list[list[int]]:
-    """Choose the layer numbers that each stage keeps; a layer may stand for several.
+    """Choose the layer numbers that each stage keeps; a number may occur more than once.
 
     Args:
         needed: result of `needed_places`.
-        sizes: sizes of stages that have layers, growing.
-        small_sizes: size that each becomes, also growing.
+        sizes: numbers of layers that stages have, 0 excluded, ascending.
+        small_sizes: numbers of layers that these stages keep, in the same order.
     """
     places: list[list[int]] = []
     before = (0, 0)
@@ -96,7 +96,7 @@ def kept_layers(config: Config, needed: Set[int], sizes: Sequence[int], small_si
 
 
 def kinds_of(config: Config, layers: Sequence[int]) -> dict[str, Any]:
-    """Write the pattern `model.layers` for a model with these layers; empty if all layers are alike anyway."""
+    """Build `model.layers` for a model with these layers; empty if the config lists no kinds of layers."""
     model = config.model
     if model.layers is None:
         return {}

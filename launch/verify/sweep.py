@@ -1,7 +1,7 @@
 """Sub-layouts of a layout that differs: the same run with one axis collapsed, or one feature off.
 
 The reference stays the same, because the global batch does not change. If the difference vanishes with `tp=1` and stays with
-`pp=1` and `dp=1`, its cause is on tp, and no table is needed to conclude that.
+`pp=1` and `dp=1`, its cause is on tp. This needs no table of the gradients that are summed over an axis; a bug may be there.
 """
 
 import math
@@ -30,17 +30,19 @@ COLLAPSED: Mapping[str, Mapping[str, object]] = {
     "ep": {"ep": 1},
     "etp": {"etp": 1},
 }
-"""Changes for each collapsed axis, including features that need more than one rank."""
+"""Changes to `parallel` that collapse each axis to one rank, and turn off features that need more than one."""
 
 Runner = Callable[[Config], bool | None]
 """Runs a sub-layout and returns whether it is equal; None: the run failed."""
 
 
 def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: Runner) -> Verdict:
-    """Add the axis that sub-layouts name to the verdict; sub-layouts run only if something differs.
+    """Run the sub-layouts and add the likely cause to the verdict: the axis without which the difference vanishes.
+
+    If the verdict is equal, nothing runs, and the verdict is returned unchanged.
 
     Args:
-        is_equal: runs a sub-layout against the same reference.
+        is_equal: function that runs a sub-layout and compares it with the same reference.
     """
     if verdict.equal:
         return verdict
@@ -79,7 +81,7 @@ def _collapsed(config: Config, steps: int) -> Iterator[_Collapsed]:
 
 
 def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
-    """Cut the experts as before, as far as the ranks left by a collapsed mesh axis allow it."""
+    """Choose ep and etp for the ranks that remain after a mesh axis is collapsed; both change as little as possible."""
     if axis in EXPERT_AXES:
         return {}
     etp = 1 if axis == "tp" else sizes.etp
@@ -90,7 +92,10 @@ def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
 def _narrowest(
     config: Config, outcomes: list[SublayoutVerdict], collapsed: Sequence[_Collapsed]
 ) -> list[SublayoutVerdict]:
-    """Drop an outcome's axis if an expert axis explains it: the axis could not be collapsed without the expert axis."""
+    """Set an outcome's axis to None if an expert axis explains it.
+
+    This is so if the difference vanishes without an expert axis, and collapsing the outcome's axis changed that one too.
+    """
     sizes = parallel_sizes(config)
     explained = {one.axis for one in outcomes if one.equal and one.axis in EXPERT_AXES}
 
@@ -106,7 +111,10 @@ def _narrowest(
 
 
 def _features(config: Config, steps: int, vanished: set[str | None], num_axes: int) -> Iterator[tuple[str, Config]]:
-    """Yield features that a difference on an axis may need; if no axis is found, features that the reference lacks."""
+    """Yield runs with one feature off, as (change, configuration).
+
+    If the difference vanishes without an axis, these are features on that axis; otherwise, features that the reference lacks.
+    """
     parallel = config.parallel
     changes: dict[str, dict[str, Mapping[str, Any]]] = {}
     if "tp" in vanished and parallel.cuts_sequence:
@@ -131,7 +139,7 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
 
 
 def _changed(config: Config, steps: int, sections: Mapping[str, Mapping[str, Any]]) -> Config | None:
-    """Build the configuration with these values and only as many steps as needed; None: it is not legal."""
+    """Build the configuration with these values and this number of steps; None: it is not legal."""
     tree = config.model_dump(mode="json")
     for section, values in sections.items():
         tree[section] |= values

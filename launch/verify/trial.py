@@ -31,7 +31,7 @@ DOCUMENT_LENGTH = 3
 """Mean document length in random samples, in tokens, if the run depends on documents."""
 
 CLIP = 0.5
-"""Smaller than any gradient norm off the initial point, so that clipping is active."""
+"""Gradient norm to clip to; any norm in a verification is larger, so clipping is always active."""
 
 LEARNING_RATE = 1e-2
 
@@ -57,7 +57,7 @@ ONE_PROCESS = {
 
 
 WIDER = {"bf16": "fp32", "fp16": "fp32", "fp32": "float64"}
-"""Wider dtype in which one process's rounding is measured; for float64 the bound is a constant."""
+"""For each dtype, the wider one in which one process's rounding is measured; float64 has a constant bound instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Trial:
     Attributes:
         config: configuration with the layout, as it will run.
         reference: same configuration in one process.
-        noise: reference in a wider dtype; None: its rounding is not measured.
+        noise: reference in a wider dtype, run to measure the reference's rounding error; None: it is not measured.
     """
 
     config: Config
@@ -136,12 +136,12 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
 
 
 def _with_recompute(asked: Config, *, small: bool) -> Config:
-    """Resolve what the memory limit asks to recompute.
+    """Resolve `recompute`, which may depend on the memory limit.
 
-    If no memory suffices, a small model uses the candidate that saves most, which is the last one.
+    If no candidate fits in memory and the model will be shrunk, the last candidate is used, which saves most memory.
 
     Raises:
-        ConfigError: the sizes are kept, and no choice is enough.
+        ConfigError: no candidate fits, and the model keeps its sizes.
     """
     sizes = parallel_sizes(asked)
     try:
@@ -182,7 +182,7 @@ def _data(data: DataConfig) -> dict[str, Any]:
 
 
 def _documents(data: DataConfig) -> dict[str, Any]:
-    """Fields that give random samples documents, if the run depends on them."""
+    """Return the `data` fields that divide random samples into documents; empty unless the run depends on documents."""
     if not reads_documents(data):
         return {}
     asked = data.model_dump(mode="json", include={"attention", "positions", "count_document_starts"})
@@ -190,7 +190,7 @@ def _documents(data: DataConfig) -> dict[str, Any]:
 
 
 def _noise(one: Mapping[str, Any]) -> Config | None:
-    """Build the one process in a wider dtype, with kernels and state that this dtype has; None: there is none wider."""
+    """Build the one process's configuration in a wider dtype, with kernels and state for that dtype; None: no dtype is wider."""
     dtype = WIDER.get(one["precision"]["dtype"])
     if dtype is None:
         return None

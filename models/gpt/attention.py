@@ -3,8 +3,11 @@
     x [s(/t), b, h] --column--> --norms, rotation--> q [s, b, heads/t, d], k and v [s, b, kv_heads/t, d]
       --mixer--> [s, b, heads/t * d] --row--> [s(/t), b, h]
 
-With fewer key/value heads than tp ranks, each rank holds one whole head, as a replica. The layer's kind sets windows, sinks and
-rotation. The mixer (`engine/context_parallel/mixer.py`) reaches a row's other tokens.
+Symbols: s tokens in each of b rows, h hidden size, d head size, t = tp ranks; s(/t) is s/t with sequence parallelism, else s.
+
+If there are fewer key/value heads than tp ranks, each rank holds one whole key/value head, which other ranks hold too. The layer's
+kind sets its window, sinks and rotation. The mixer (`engine/context_parallel/mixer.py`) computes attention; with context
+parallelism it also exchanges tokens of a row with other ranks.
 """
 
 import torch
@@ -46,7 +49,7 @@ class Attention(nn.Module):
         self.proj = context.row(f"{name}.proj")
 
     def forward(self, x: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-        """Attend within x [s(/t), b, h] -> [s(/t), b, h]."""
+        """Compute attention among the tokens of x [s(/t), b, h]; return [s(/t), b, h]."""
         rope = None if self.kind.rotary is None else positions.tables[self.kind.rotary]  # [2, s, b, 1, r]
         mask = Mask(self.kind.window, positions.documents, positions.part)
         qkv = self.qkv(x)  # [s, b, (heads + 2 kv_heads)/t * d]

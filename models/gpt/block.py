@@ -15,10 +15,13 @@ from triaxis.models.gpt.moe import MoE
 
 
 class FirstNorm:
-    """The next layer's first norm, computed by the current layer together with its last addition.
+    """The next layer's first norm and its output, passed from layer to layer.
+
+    The current layer computes this norm together with its own last addition to the residual stream.
 
     Attributes:
-        norm: the next layer's first norm; None: the next layer, if any, normalises its input itself.
+        norm: the next layer's first norm, for the current layer to compute; None: there is no next layer, or it normalises its
+            input itself.
     """
 
     def __init__(self) -> None:
@@ -26,19 +29,21 @@ class FirstNorm:
         self._normalised: torch.Tensor | None = None
 
     def put(self, normalised: torch.Tensor | None) -> None:
-        """Keep the norm's output for the next layer."""
+        """Keep the norm's output for the next layer; None: it was not computed."""
         self._normalised = normalised
 
     def take(self) -> torch.Tensor | None:
-        """Return the output kept by the previous layer and drop the reference, so that only the caller holds it."""
+        """Return the output that the previous layer kept, or None, and drop the reference, so that only the caller holds it."""
         normalised, self._normalised = self._normalised, None
         return normalised
 
 
 class Block(nn.Module):
-    """One transformer layer with two branches, each post_norm(f(norm(x))) with the norms that the model has.
+    """One transformer layer with two branches, attention and MLP.
 
-    Sequential: y = x + attention(x), then y + mlp(y). Parallel: x + attention(x) + mlp(x).
+    A branch of x is post_norm(f(norm(x))), where f is the branch's module; norms that the model does not have are left out. By
+    default, the branches are sequential: y = x + attention(x), then y + mlp(y). With `model.parallel_block`, both read x:
+    x + attention(x) + mlp(x).
     """
 
     def __init__(self, context: BuildContext, layer: int) -> None:
@@ -64,7 +69,10 @@ class Block(nn.Module):
         keys: DropoutKeys,
         first: FirstNorm | None = None,
     ) -> torch.Tensor:
-        """Run the layer: [s(/t), b, h] -> the same shape. `first` brings this layer's normalised x, and takes the next layer's."""
+        """Run the layer on x [s(/t), b, h], and return the same shape.
+
+        `first` may hold x already normalised by the previous layer; this layer puts the next layer's normalised input there.
+        """
         first = FirstNorm() if first is None else first
         y, inputs = self._with_attention(x, positions, keys, first.take())
         if inputs is None:
@@ -81,9 +89,10 @@ class Block(nn.Module):
         keys: DropoutKeys,
         inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add attention's branch to x; return the sum and, if computed with it, the MLP's normalised input, else None.
+        """Add attention's branch to x; return the sum, and the MLP's normalised input or None if it is still to be computed.
 
-        The branch's tensor goes out of scope here, so its memory is free when the MLP begins.
+        `inputs` is x normalised for attention; None: it is computed here. The branch's output goes out of scope when this function
+        returns, so its memory is free when the MLP begins.
         """
         if inputs is None:
             inputs = self.attention_input(x)
@@ -92,13 +101,13 @@ class Block(nn.Module):
         return self._added(x, branch, self.attention_post_norm, follows, self.attention_dropout, keys)
 
     def _norms(self, branch: str) -> tuple[nn.Module | None, nn.Module | None]:
-        """Build the norms before and after a branch; None for one that the model lacks."""
+        """Build the norms before and after the branch named `branch`; None for a norm that the model does not have."""
         model, name = self.context.model, f"{self.name}.{branch}"
         before = self.context.norm(f"{name}.norm") if model.norms_before else None
         return before, self.context.norm(f"{name}.post_norm") if model.norms_after else None
 
     def _input(self, norm: nn.Module | None) -> Callable[..., torch.Tensor]:
-        """Build the function from the residual stream to a branch's input: the norm, or the identity."""
+        """Build the function from the residual stream to a branch's input: the branch's norm, or the identity if it has none."""
         return nn.Identity() if norm is None else self.context.saved.recomputed("norm", norm)
 
     def _added(
@@ -110,11 +119,12 @@ class Block(nn.Module):
         dropout: HiddenDropout | None,
         keys: DropoutKeys,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add a branch's output, normalised if the model has a norm after it, to the residual stream x.
+        """Add a branch's output to the residual stream x. If `norm` is given, it first normalises the output.
 
         Returns:
-            The sum, and its norm by `follows`; None if that norm runs by itself. It does with dropout, which has its own function,
-            and if norms are recomputed. A replay must give the forward's bits, so both use the same function.
+            The sum, and the sum normalised by `follows`. The second is None if there is no `follows`, with dropout (which is fused
+            with the addition instead), and if norms are recomputed. A recomputed norm must give the forward's bits, so both times
+            it runs as the same separate function.
         """
         branch = branch if norm is None else norm(branch)
         if dropout is not None and self.training:

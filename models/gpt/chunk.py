@@ -5,8 +5,8 @@
     last stage     hidden              ->  layers ... -> norm -> head      -> sum of token losses (or logits)
                                                          norm -> layers of multi-token prediction -> head -> their sums too
 
-Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence parallelism. Positions and labels reach every
-stage with the microbatch; nothing is broadcast.
+Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence parallelism: s tokens in each of b rows, hidden size h, t
+tensor-parallel ranks. Every stage reads positions and labels from its own copy of the microbatch; nothing is broadcast.
 """
 
 from collections.abc import Sequence
@@ -83,28 +83,28 @@ class GPTChunk(nn.Module):
 
     @property
     def queue(self) -> WeightGradQueue:
-        """The queue for this chunk's weight-gradient GEMMs."""
+        """Queue of this chunk's weight-gradient GEMMs, which some pipeline schedules run later than the backward."""
         return self.context.queue
 
     @property
     def saved(self) -> SavedTensors:
-        """The policy for tensors that this chunk saves for its backward."""
+        """Policy for the tensors that this chunk saves for its backward: keep, recompute or move to the host."""
         return self.context.saved
 
     @property
     def load(self) -> ExpertLoad | None:
-        """The load on the rank's experts; None: it has none."""
+        """Count of the tokens sent to each expert, shared by the rank's chunks; None: the model has no experts."""
         return None if self.context.experts is None else self.context.experts.load
 
     @property
     def fp8_counts(self) -> Fp8Counts | None:
-        """The counts of numbers that FP8 loses, shared by the rank's chunks; None: they are not counted."""
+        """Counts of the elements that conversion to FP8 loses, shared by the rank's chunks; None: they are not counted."""
         return self.context.fp8_counts
 
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Compute hidden states for the next stage, or on the last stage the unmasked tokens' loss sum (a scalar).
 
-        In training with multi-token prediction, the result is [1 + D]: this sum, then the weighted sums for the tokens ahead.
+        In training with D multi-token prediction layers, the last stage returns [1 + D]: this sum, then each layer's weighted sum.
         """
         inputs = self._layer_inputs(batch)
         hidden = self._hidden(x, batch, inputs)
@@ -149,9 +149,9 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Split the blocks, in order, into groups that are recomputed together or kept.
+        """Split the blocks, in order, into groups: a group is recomputed as a whole, or not recomputed as a whole.
 
-        With offloading, each kept block is its own group, since moved tensors are freed group by group.
+        With offloading, each block of the second kind is a group of its own, since moved tensors are freed group by group.
         """
         blocks, choice = self._layers(), self.context.recompute
         num_again = 0
@@ -168,7 +168,12 @@ class GPTChunk(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Blocks whose saved tensors are treated alike."""
+    """Consecutive blocks whose saved tensors are treated alike.
+
+    Attributes:
+        is_recomputed: whether the backward recomputes all of them from the first block's input.
+        is_moved: whether their saved tensors are moved to the host.
+    """
 
     blocks: Sequence[Block]
     is_recomputed: bool
@@ -185,7 +190,7 @@ def _run(blocks: Sequence[Block], x: torch.Tensor, *, positions: Positions, keys
 
 
 def _run_own(blocks: Sequence[nn.Module], x: torch.Tensor, *, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-    """Run an extension's blocks; none computes the next one's norm, since a block may change its own input first."""
+    """Run an extension's blocks. No block computes the next block's first norm, since the next may change its input before it."""
     for block in blocks:
         x = block(x, positions, keys)
     return x
@@ -200,8 +205,12 @@ def build_chunks(
 ) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
     """Build this rank's chunks on the meta device; return them with its parameters by name, in forward order.
 
-    `stages` lists the contents of this rank's chunks, in chunk order. A tied embedding with both ends on this rank is
-    one parameter with two uses. State that `models/specs.py` does not list is refused (`models/gpt/strays.py`).
+    `stages` lists the contents of this rank's chunks, in chunk order. If this rank has both ends of a tied embedding, they are one
+    parameter with two uses. `on_saved` observes the tensors that are saved for the backward.
+
+    Raises:
+        ModelError: a chunk holds tensors that `models/specs.py` does not list (`models/gpt/strays.py`), or its modules leave out
+            listed ones.
     """
     tp = topology.axis("tp")
     choice = config.recompute

@@ -40,17 +40,18 @@ class BuildContext:
     """Everything that one model chunk's modules need to build themselves.
 
     Attributes:
-        recompute: the recomputed parts; `auto` is already resolved.
-        num_offloaded: layers per chunk whose saved tensors are moved to the host.
+        recompute: the parts that the backward recomputes; `auto` is already resolved.
+        num_offloaded: number of layers per chunk whose saved tensors are moved to the host.
         region: the tensor-parallel region, which activations enter and leave.
-        mixing: builder for a layer's mixer, which decides how attention reaches a row's other tokens.
+        mixing: function that builds a layer's mixer, the module that computes attention (`engine/context_parallel/mixer.py`).
         experts: expert routing and dispatch; None: the model has no experts.
         seed: the run's seed, for dropout.
         parameters: this chunk's parameters by global name.
+        queue: queue of the chunk's weight-gradient GEMMs.
         saved: policy for tensors that are saved for the backward; the rank's chunks share one.
-        forms: linear-layer forms by layer number, for layers that do not use `form`.
-        form: form for the linear layers being built.
-        fp8_counts: counts of numbers that FP8 loses; None: they are not counted.
+        forms: ways to compute linear layers' products (such as in FP8), by layer number; layers that are not listed use `form`.
+        form: way to compute the products of the linear layers that are being built.
+        fp8_counts: counts of the elements that conversion to FP8 loses; None: they are not counted.
         taken: names of the parameters that modules have asked for.
     """
 
@@ -72,15 +73,18 @@ class BuildContext:
     taken: set[str] = field(default_factory=set)
 
     def of_layer(self, layer: int) -> "BuildContext":
-        """Return the context for one layer's modules, with that layer's form."""
+        """Derive the context for one layer's modules, whose `form` is that layer's."""
         return replace(self, form=self.forms.get(layer, self.form))
 
     def form_behind_norm(self, *parts: str) -> LinearForm:
-        """Form for a linear layer that is a norm output's only reader; recomputing one of `parts` saves that output too."""
+        """Form for a linear layer that is the only reader of a norm's output, and thus may be the only one to save it.
+
+        If the norm or one of `parts` is recomputed, the recomputation saves that output too, and the form allows for it.
+        """
         return self.form.alone("norm", *parts) if self.model.norms_before else self.form
 
     def mixer(self, name: str, kind: LayerKind, made: Made = as_they_are) -> Mixer:
-        """Build a layer's attention mixer; `made` computes keys and values from what the mixer gathers, such as latents."""
+        """Build a layer's attention mixer; `made` computes keys and values from rows that the mixer gathers, such as latents."""
         model, tp = self.model, self.region.axis
         return self.mixing(
             name=name,
@@ -95,7 +99,7 @@ class BuildContext:
         )
 
     def norm(self, name: str) -> nn.Module:
-        """Build a norm over h; `model.residual_multiplier` times a branch may be added to its input first."""
+        """Build a norm over h; when called with a branch too, it first adds `model.residual_multiplier` x branch to its input."""
         kind, kernels, own = self.model.norm_kind, self.kernels, self.model.own.norm
         if own is not None:
             return OwnNorm(own(self, name), self.model.residual_multiplier)
@@ -103,7 +107,7 @@ class BuildContext:
         return Norm(NormKernel(kind.name, self.model.norm_eps, kernels.fusion), weights, self.model.residual_multiplier)
 
     def hidden_dropout(self, site: str) -> HiddenDropout | None:
-        """Build the hidden-state dropout for a site; None: the model has none."""
+        """Build the hidden-state dropout named `site`; None: the model has no such dropout."""
         model = self.model
         if not model.hidden_dropout:
             return None
@@ -112,7 +116,7 @@ class BuildContext:
     def column(self, *names: str) -> ColumnParallelLinear:
         """Build a column-parallel layer, x [s(/t), b, h] -> [s, b, rows/t], from `NAME.weight` [rows, h] and `NAME.bias` if listed.
 
-        Several names make one layer with concatenated outputs: all specs but the first set `fused_with_previous`.
+        Several names build one layer with concatenated outputs; every spec but the first must set `fused_with_previous`.
 
         Raises:
             ModelError: the specs lack a weight, or do not cut it by rows (`tp_dim`).
@@ -159,7 +163,7 @@ class BuildContext:
         return self.parameters[name]
 
     def optional_parameter(self, name: str) -> ShardedParameter | None:
-        """Return the parameter, or None if the model's specs lack it (a bias that is off)."""
+        """Return the parameter, or None if the specs do not list it, such as the bias of a model without biases."""
         return self.parameter(name) if name in self.parameters else None
 
     def optional_parameters(self, *names: str) -> list[ShardedParameter]:
@@ -170,7 +174,7 @@ class BuildContext:
         """Check that modules took all the chunk's parameters: a parameter left over is misspelt in a module or in the specs.
 
         Raises:
-            ModelError: some were left; they would get no gradient.
+            ModelError: some parameters were not taken; they would get no gradient.
         """
         left = [name for name in self.parameters if name not in self.taken]
         if left:
@@ -185,9 +189,9 @@ class Positions:
     """Token positions in a microbatch, as a chunk's layers read them.
 
     Attributes:
-        tables: `rope_tables` table [2, s, b, 1, r] for each rotation in the chunk.
-        documents: document boundaries in the rows; None: each row is one document.
-        part: sequence part that this rank's microbatch has; None: the rows are whole.
+        tables: cosines and sines [2, s, b, 1, r] (`rope_tables`) for each rotation in the chunk; r elements of a head rotate.
+        documents: documents that limit attention; None: each token attends to every earlier token in its row.
+        part: positions that this rank holds if context parallelism cuts the rows; None: the rows are whole.
     """
 
     tables: Mapping[Rotary, torch.Tensor]
@@ -196,7 +200,7 @@ class Positions:
 
 
 class LayerInputs(NamedTuple):
-    """What a chunk's layers read besides hidden states."""
+    """Positions and dropout keys, which a chunk's layers read besides hidden states."""
 
     positions: Positions
     keys: DropoutKeys

@@ -1,6 +1,6 @@
 """The input side of a GPT: word embedding, learned positions, dropout.
 
-tokens [b, s] -> [s(/t), b, h]; with sequence parallelism each tp rank keeps its 1/t of the sequence.
+tokens [b, s] -> [s(/t), b, h]; with sequence parallelism, each of t tp ranks keeps only its part of the sequence.
 """
 
 import torch
@@ -13,7 +13,7 @@ from triaxis.models.gpt.context import BuildContext
 
 
 class Embedding(nn.Module):
-    """Token embedding; `name` prefixes its dropout site."""
+    """Word embedding, plus learned positions and dropout if the model has them; `name` prefixes the name of the dropout site."""
 
     def __init__(self, context: BuildContext, name: str = "embedding") -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Embedding(nn.Module):
         self.position = context.parameter("embedding.position.weight") if has_table else None
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Embed tokens and position_ids, int64 [b, s] -> [s(/t), b, h]."""
+        """Embed tokens at the given positions, both int64 [b, s]; return [s(/t), b, h]."""
         # Indexing keeps the memory order of the ids, and elementwise ops keep it from there on: merely transposed ids would
         # transpose the whole residual stream in memory.
         x = self.word(tokens.t().contiguous())

@@ -9,11 +9,13 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 class HiddenDropout(nn.Module):
-    """Dropout on [s(/t), b, h] in training; an element's position counts through its sample's whole [s, h].
+    """Dropout on [s(/t), b, h] in training.
+
+    A hash of an element's index in its sample's whole [s, h] decides whether it is dropped, so the layout does not matter.
 
     Args:
         p: probability that an element is dropped.
-        site: this dropout's name.
+        site: this dropout's name, which the hash includes.
         factor: multiplier on x when x is added to a residual.
     """
 
@@ -22,7 +24,7 @@ class HiddenDropout(nn.Module):
         self.p, self.site, self.region, self.fusion, self.factor = p, site, region, fusion, factor
 
     def forward(self, x: torch.Tensor, keys: DropoutKeys, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply dropout, and add the residual if there is one."""
+        """Apply dropout to x; if `residual` is given, multiply x by `factor` and return dropout(x) + residual."""
         if residual is not None and self.factor != 1:
             x = x * self.factor
         length = x.shape[0] * (self.region.axis.size if self.region.sequence_parallel else 1)

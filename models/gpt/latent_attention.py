@@ -4,14 +4,17 @@
     c_q --column--> q [s, b, heads/t, dr + dn]      [c_kv | key] --f over tp--> --gather over cp--> [s, b, r_kv + dr]
     c_kv --heads--> k [s, b, heads/t, dr + dn], v [s, b, heads/t, dv] --attention--> [s, b, heads/t * dv] --row--> [s(/t), b, h]
 
-Every tp rank holds the whole down-projection weights and applies them to its part of the sequence; then the latents enter the
-region. With sequence parallelism, gathers move w b s (r_q + r_kv + dr) bytes instead of w b s h; no product is computed twice.
-The gradients are then partial sums over the sequence, like a norm's. If sequence parallelism is off, each rank computes all
-latents, and gradients are whole.
+c_q and c_kv are the latents, with r_q and r_kv elements. Query and key heads have dr + dn elements, of which dr rotate; value heads
+have dv. s tokens in each of b rows, h hidden size, t = tp ranks, w bytes per element; s(/t) is s/t with sequence parallelism.
 
-In generation (`models/inference/kv_cache.py`), the cache holds each token's [c_kv | key], and a query attends to the latents
-themselves. The keys' half of W_kvb is multiplied into the query, the values' half into the result. Cached tokens are thus never
-expanded into keys and values.
+Every tp rank holds the whole down-projection weights and applies them to its part of the sequence. Then the latents enter the
+tensor-parallel region (f). With sequence parallelism, the gathers move w b s (r_q + r_kv + dr) bytes instead of w b s h, and no
+product is computed twice. A rank's gradients of these weights are then partial sums over the sequence, like a norm's. If sequence
+parallelism is off, each rank computes all latents, and the gradients are whole.
+
+In generation (`models/inference/kv_cache.py`), the cache holds each token's [c_kv | key], and a query attends to these directly.
+The rows of W_kvb that compute keys are multiplied into the query instead, and those that compute values into attention's result.
+Cached tokens are thus never expanded into keys and values.
 """
 
 from dataclasses import dataclass
@@ -98,7 +101,7 @@ class LatentAttention(nn.Module):
         self.proj = context.row(f"{name}.proj")
 
     def forward(self, x: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-        """Attend within x [s(/t), b, h] -> [s(/t), b, h]."""
+        """Compute attention among the tokens of x [s(/t), b, h]; return [s(/t), b, h]."""
         context = self.context
         rope = None if self.kind.rotary is None else positions.tables[self.kind.rotary]
         mask = Mask(self.kind.window, positions.documents, positions.part)
@@ -110,7 +113,10 @@ class LatentAttention(nn.Module):
         return self.proj(mixed)  # [s(/t), b, h]
 
     def _latents(self, x: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the query projection's input, and [c_kv | key] [s(/t), b, r_kv + dr], from x [s(/t), b, h]."""
+        """Compute the query projection's input and [c_kv | key] [s(/t), b, r_kv + dr] from x [s(/t), b, h].
+
+        The first is c_q [s(/t), b, r_q], or x itself if there is no query latent.
+        """
         mla, region, again = self.mla, self.context.region, self.context.saved.recomputed
         q_size = mla.q_lora_rank or 0
         q, kv, key = self.down(x).split((q_size, mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)

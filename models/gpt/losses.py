@@ -17,7 +17,7 @@ def logit_options(model: ModelConfig) -> LogitOptions:
 
 
 class TokenLosses(nn.Module):
-    """The head and each token's cross-entropy, from this rank's logit columns."""
+    """Each token's cross-entropy from the head's input; each tp rank computes the logits for its part of the vocabulary."""
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()

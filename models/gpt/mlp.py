@@ -10,7 +10,7 @@ from triaxis.models.gpt.context import BuildContext
 
 
 class MLP(nn.Module):
-    """A layer's MLP or shared experts; with `shares_input`, another module saves x for the backward."""
+    """A layer's MLP, or its shared experts as one MLP; `shares_input`: another module saves x for the backward too."""
 
     def __init__(self, context: BuildContext, name: str, *, shares_input: bool = False) -> None:
         super().__init__()

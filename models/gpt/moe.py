@@ -3,7 +3,9 @@
     x [s(/t), b, h] --tokens of this rank--> [T, h] --router--> k experts each --dispatch--> rows [R, h] of this rank's experts
       --up, activation, down--> [R, h] --combine--> [T, h] ----> [s(/t), b, h], plus the shared experts' MLP of x
 
-Each of a stage's dp x cp x tp ranks routes its own tokens. If sequence parallelism is off, x is cut over tp here, and y gathered.
+T is the number of this rank's tokens, k the number of experts per token, and R the number of rows that this rank's experts receive.
+Each of a stage's dp x cp x tp ranks routes its own tokens. If sequence parallelism is off, x is cut over tp before the router, and
+the result is gathered over tp at the end.
 """
 
 from dataclasses import replace
@@ -25,7 +27,7 @@ from triaxis.models.specs import up_name
 
 
 class MoE(nn.Module):
-    """One layer's experts, or this rank's share."""
+    """One layer's router, this rank's share of its experts, and its shared experts."""
 
     def __init__(self, context: BuildContext, name: str, layer: int) -> None:
         super().__init__()
@@ -49,7 +51,7 @@ class MoE(nn.Module):
             self.experts.load.balance(layer, self.bias)
 
     def forward(self, x: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Map [s(/t), b, h] to the same shape; `keys` has each token's position in its sample."""
+        """Apply the experts to x [s(/t), b, h], and return the same shape; `keys` gives each token's position in its sample."""
         region, saved = self.context.region, self.context.saved
         is_cut = self.experts.cuts_tokens and not region.sequence_parallel
         local = _Part.apply(x, region, f"{self.name} tokens") if is_cut else x
@@ -69,7 +71,7 @@ class MoE(nn.Module):
         return y if shared is None else y + shared
 
     def _outputs(self, sent: Dispatched) -> torch.Tensor:
-        """Run the experts on their rows: [R, h]."""
+        """Run this rank's experts on the rows [R, h] that were sent to them, and return [R, h]."""
         saved = self.context.saved
         inner = saved.recomputed("mlp", partial(self._up, sent.ends))(sent.rows)
         activated = saved.recomputed("activation", self.activation)(inner)
@@ -83,7 +85,10 @@ class MoE(nn.Module):
         return self.experts.router.choice(experts, self.counted(keys, shape, scores, experts), scores, shape[1])
 
     def chosen(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
-        """Choose experts int64 [T, k] for this rank's tokens by scores [T, E]; `shape` is the layer input's shape."""
+        """Choose experts int64 [T, k] for this rank's tokens by scores [T, E]; `shape` is the layer input's shape.
+
+        With `force_balanced`, the tokens' positions decide instead of the scores.
+        """
         router = self.experts.router
         if router.moe.force_balanced:
             return router.in_turn(self.positions(keys, shape, scores))
@@ -92,11 +97,11 @@ class MoE(nn.Module):
     def counted(
         self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Experts int64 [T, k] that the sequence loss counts; `experts` are the chosen ones."""
+        """Select the experts int64 [T, k] that the sequence balance loss counts for tokens that chose `experts`."""
         return self.experts.router.counted(experts, scores)
 
     def positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
-        """Compute the positions [T] that this rank's tokens have in their samples."""
+        """Compute the position of each of this rank's tokens in its sample: [T]."""
         region, samples = self.context.region, shape[1]
         length = shape[0] * (region.axis.size if region.sequence_parallel else 1)
         part = replace(region, sequence_parallel=self.experts.cuts_tokens).shard_of_sequence(length)
@@ -109,7 +114,7 @@ class MoE(nn.Module):
 
 
 class _Part(torch.autograd.Function):
-    """This rank's part of a sequence that all tp ranks hold: [s, b, h] -> [s/t, b, h]; backward: all-gather."""
+    """Cut out this rank's part of a sequence that all tp ranks hold: [s, b, h] -> [s/t, b, h]. The backward is an all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> torch.Tensor:
@@ -123,7 +128,10 @@ class _Part(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The sequence of all tp ranks' parts: [s/t, b, h] -> [s, b, h]; backward: this rank's part, since all hold the gradient."""
+    """Gather the whole sequence from all tp ranks' parts: [s/t, b, h] -> [s, b, h].
+
+    Every rank then holds the whole gradient, so the backward only cuts out this rank's part.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, region: TensorParallelRegion, purpose: str) -> torch.Tensor:

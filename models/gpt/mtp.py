@@ -3,9 +3,11 @@
     tokens ahead [b, s] --word embedding--> [s(/t), b, h] --norm--.
     hidden before [s(/t), b, h] -----------------------------norm--+--> [s(/t), b, 2 h] --projection--> layer --> norm --> head
 
-Every tp rank holds the whole projection and applies it to its part of the sequence. With sequence parallelism no product is
-computed twice, and the gradient is a partial sum over the sequence, like a norm's. If sequence parallelism is off, each rank
-computes the whole product, and the gradient is whole.
+Symbols: s tokens in each of b rows, h hidden size, t = tp ranks; s(/t) is s/t with sequence parallelism, else s.
+
+Every tp rank holds the projection's whole weight and applies it to its part of the sequence. With sequence parallelism, no product
+is computed twice, and a rank's weight gradient is a partial sum over the sequence, like a norm's. If sequence parallelism is off,
+each rank computes the whole product, and the gradient is whole.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,13 @@ from triaxis.models.gpt.losses import TokenLosses
 
 
 class RowsAhead(Protocol):
-    """A microbatch's rows as the layers read them: int64 and bool, [b, s] or [D, b, s]."""
+    """The fields of a microbatch that D multi-token prediction layers read.
+
+    Attributes:
+        labels, position_ids: the next tokens, and the tokens' positions: int64 [b, s].
+        ahead: each layer's labels, int64 [D, b, s]; not None here.
+        mask_ahead: True where a label in `ahead` counts, bool [D, b, s]; not None here.
+    """
 
     labels: torch.Tensor
     position_ids: torch.Tensor
@@ -39,7 +47,7 @@ class TokensAhead(nn.Module):
     Args:
         context: build context.
         layers: layer numbers.
-        first_place: the first layer's place in the chunk; places decide which layers are recomputed and offloaded.
+        first_place: index of the first of these layers in the chunk; the index decides whether a layer is recomputed or offloaded.
     """
 
     def __init__(self, context: BuildContext, layers: Sequence[int], first_place: int) -> None:
@@ -52,7 +60,7 @@ class TokensAhead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, head: ColumnParallelLinear, batch: RowsAhead, inputs: LayerInputs
     ) -> list[torch.Tensor]:
-        """Compute the weighted loss sum for each token ahead (scalars), from the head's input [s(/t), b, h]."""
+        """Compute one weighted loss sum, a scalar, per layer from `hidden` [s(/t), b, h], the head's input for the next token."""
         assert batch.ahead is not None and batch.mask_ahead is not None
         saved, choice = self.context.saved, self.context.recompute
         shared, tokens, sums = inputs.positions.tables.values(), batch.labels, []
@@ -99,11 +107,11 @@ class TokenAhead(nn.Module):
     def inputs(
         self, hidden: torch.Tensor, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys
     ) -> torch.Tensor:
-        """Embed the tokens ahead, int64 [b, s], and concatenate hidden states [s(/t), b, h] -> [2 s(/t), b, h]."""
+        """Embed the tokens ahead, int64 [b, s], and append `hidden` [s(/t), b, h] along the sequence: [2 s(/t), b, h]."""
         return torch.cat((self.embedding(tokens, position_ids, keys), hidden))
 
     def forward(self, inputs: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-        """Run the layer on `inputs` [2 s(/t), b, h] -> [s(/t), b, h], before its norm."""
+        """Run the layer on `inputs` [2 s(/t), b, h], and return [s(/t), b, h], to which the caller applies `norm`."""
         joined = self.context.saved.recomputed("norm", self._joined)(inputs)
         y: torch.Tensor = self.block(self.projection(joined), positions, keys)
         return y

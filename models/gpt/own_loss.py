@@ -12,7 +12,8 @@ from triaxis.models.gpt.losses import logit_options
 class LogitLosses(nn.Module):
     """A loss that reads logits; subclasses implement `of_logits`.
 
-    A loss that reads hidden states overrides `forward`, where `head(x)` gives this rank's logit columns [s, b, V_padded/t].
+    A loss that reads hidden states overrides `forward` instead; there, `head(x)` computes this rank's logit columns,
+    [s, b, V_padded/t].
     """
 
     def __init__(self, context: BuildContext) -> None:
@@ -26,5 +27,5 @@ class LogitLosses(nn.Module):
         return self.of_logits(VocabularyLogits.of(logits, axis, model.vocab_size), labels.t())
 
     def of_logits(self, logits: VocabularyLogits, labels: torch.Tensor) -> torch.Tensor:
-        """Compute losses [s, b], equal on every tp rank, for int64 labels [s, b]."""
+        """Compute losses [s, b], equal on every tp rank, from this rank's part of the logits and int64 labels [s, b]."""
         raise NotImplementedError(f"{type(self).__name__} gives no of_logits")

@@ -19,7 +19,7 @@ class OwnNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, branch: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Compute norm(x) for x [.., h], or y = x + factor * branch and norm(y)."""
+        """Without `branch`, return norm(x) for x [.., h]. With it, return y = x + factor * branch, and norm(y)."""
         if branch is None:
             normalised: torch.Tensor = self.norm(x)
             return normalised

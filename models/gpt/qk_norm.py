@@ -17,7 +17,7 @@ Split = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class NormalisedAndRotated(nn.Module):
-    """The split into queries, keys and values, with norms and rotation on queries and keys."""
+    """Splits a projection's output into queries, keys and values, then normalises and rotates queries and keys."""
 
     def __init__(self, context: BuildContext, name: str, split: Split) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class NormalisedAndRotated(nn.Module):
 
     @classmethod
     def of(cls, context: BuildContext, name: str, split: Split) -> Split:
-        """Build this module, or return the split itself if nothing is normalised or recomputed, since it can rotate."""
+        """Build this module; or return `split`, which can also rotate, if there is no QK-norm and rotation is not recomputed."""
         is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
         return split if is_rotation else cls(context, name, split)
 
@@ -41,13 +41,13 @@ class NormalisedAndRotated(nn.Module):
         return q, k, v
 
     def _each(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise each head if the model has QK-norm, and rotate."""
+        """Normalise each head by itself if the model has QK-norm; then rotate q and k if the layer rotates."""
         again = self.context.saved.recomputed
         q = again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope))(q)
         return q, again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope))(k)
 
     def _all(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise over all of a token's heads, and rotate. The all-reduce over the squares is not recomputed."""
+        """Normalise over all of a token's heads, then rotate. The squares' sums over tp (an all-reduce) are never recomputed."""
         context, model = self.context, self.context.model
         replicas = max(1, context.region.axis.size // model.kv_heads)
         sums = squares(q, k, context.region.axis, replicas, context.kernels.fusion)

@@ -21,7 +21,10 @@ def stage_parameters(
     stage: StageContents,
     held: dict[str, ShardedParameter],
 ) -> Mapping[str, ShardedParameter]:
-    """Collect the stage's parameters by name. New ones are added to `held`; ones already held get another use."""
+    """Collect the stage's parameters by name, and add to their use counts.
+
+    `held` has the parameters that this rank already created for other stages; new parameters are added to it.
+    """
     parameters = {}
     for spec in stage_specs(config.model, stage):
         if spec.name not in held:
@@ -41,7 +44,7 @@ def stage_parameters(
 
 
 def _num_uses(model: ModelConfig, stage: StageContents, name: str) -> int:
-    """Count the stage's layers that use a parameter; multi-token prediction uses the head and the word embedding too."""
+    """Count the uses of a parameter in the stage; multi-token prediction layers also use the head and the word embedding."""
     heads = stage.has_head + stage.num_mtp
     if name == "head.weight":
         return heads

@@ -1,7 +1,7 @@
 """A check that refuses strays: chunk state that `models/specs.py` does not list.
 
 Checkpoints omit a stray, ranks do not add up its gradients, and `triaxis verify` does not compare it. Each rank would train its own
-model, and no number would show it. A chunk is checked twice:
+model, and no number would show it. A chunk is checked twice; the left column says when, the right what is checked:
 
     when it is built                   parameters and persistent buffers of its modules, also of modules in lists, tuples and dicts
     in its first forward and backward  leaves of the autograd graph, since a closure or an object may hold tensors too
@@ -9,8 +9,8 @@ model, and no number would show it. A chunk is checked twice:
 The second check ends before the first update and removes itself, so later steps do not pay for it. A recomputed function records no
 graph in the forward, so its first replay is checked.
 
-The checks miss tensors without a gradient that no module holds as a buffer, since they may be constants. They also miss a closure's
-tensors in layers that no gradient reaches, or in a run without a backward.
+The checks miss tensors without a gradient that no module holds as a buffer, since such tensors may be constants. The checks also
+miss a closure's tensors in layers that no gradient reaches, or in a run without a backward.
 """
 
 import re
@@ -39,10 +39,10 @@ def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Map
     Args:
         chunk: module called with a tensor or None, and a microbatch.
         model, layers: the chunk's model and layers, for messages.
-        held: this rank's parameters by name. Later chunks may add theirs until the first forward.
+        held: this rank's parameters by name. Later chunks may add their parameters until the first forward.
 
     Raises:
-        ModelError: here, in the first forward or in the first backward.
+        ModelError: there is a stray. It is raised here, in the first forward or in the first backward.
     """
     sizes = {model.ffn_size: "model.ffn_size", model.hidden_size: "model.hidden_size"}
     listed, strays = _identities(held), {}
@@ -74,12 +74,12 @@ def _identities(held: Mapping[str, ShardedParameter]) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place in a chunk.
+    """The place of a tensor or module in a chunk, for messages.
 
     Attributes:
-        owner: class of the innermost `models` module on the way to the place.
-        path: path to that module, with a star in place of the layer number.
-        attribute: path to the place within that module.
+        owner: class of the innermost enclosing module that `triaxis.models` or an extension defines.
+        path: path from the chunk to that module, with a star instead of the layer number.
+        attribute: path from that module to the place.
     """
 
     owner: type
@@ -100,7 +100,7 @@ class _Place:
 
 
 def _state(module: nn.Module, place: _Place, seen: set[int]) -> Iterator[tuple[_Place, torch.Tensor]]:
-    """Yield a module's parameters and persistent buffers, including those in modules that it holds in any way."""
+    """Yield the parameters and persistent buffers of a module and of all modules that it holds in any way, with their places."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -129,7 +129,10 @@ def _look_at_graph(
     listed: frozenset[int],
     describe: Callable[[str, torch.Tensor], str],
 ) -> None:
-    """Refuse leaves in the output's graph that are neither inputs nor `listed`; check replayed functions in the same way."""
+    """Refuse leaves in the output's graph that are neither inputs nor `listed`; check recomputed functions when they replay.
+
+    `describe(reader, leaf)` writes a stray's entry in the message.
+    """
     legal = listed | {id(each) for each in inputs}
     look: Callable[[Sequence[object], torch.Tensor], None] = partial(_look_at_graph, listed=listed, describe=describe)
     strays = []
@@ -143,7 +146,10 @@ def _look_at_graph(
 
 
 def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
-    """Yield each node in the output's graph once, preceded by the name of an operation that reads its result."""
+    """Yield (reader, node) once for each node in the output's graph.
+
+    `reader` names one operation that uses the node's result; "" for the output's own node.
+    """
     waiting = [] if output.grad_fn is None else [("", output.grad_fn)]
     seen = {node for _, node in waiting}
     while waiting:
@@ -156,13 +162,13 @@ def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
 
 
 def _leaf(node: Node) -> torch.Tensor | None:
-    """The tensor whose gradient autograd would store at this node; None: it stores none."""
+    """Return the leaf tensor into which this node accumulates a gradient; None if it is no such node."""
     accumulates: Any = node
     return accumulates.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def _file_of(owner: type) -> str:
-    """Path to the file that defines a class, relative to the package; an extension's file has its full path."""
+    """Path to the file that defines a class: relative to the package, but the full path for an extension's file."""
     if owner.__module__.startswith(PRIVATE):
         return str(sys.modules[owner.__module__].__file__)
     return f"{owner.__module__.removeprefix('triaxis.').replace('.', '/')}.py"
@@ -174,7 +180,10 @@ def _entry_of_leaf(sizes: Mapping[int, str], where: str, reader: str, leaf: torc
 
 
 def _entry(sizes: Mapping[int, str], what: str, state: torch.Tensor, name: str, file: str, attribute: str) -> str:
-    """Describe a stray, with the two lines that register it; `sizes` names dims, since `triaxis verify` shrinks models."""
+    """Describe a stray, with the two lines of code that register it.
+
+    `sizes` maps a dim's size to its config field; the entry shows the field, since `triaxis verify` shrinks models.
+    """
     shape = ", ".join(str(sizes.get(size, size)) for size in state.shape) + ("," if state.ndim == 1 else "")
     if not state.requires_grad:
         fields = 'Init("zeros"), decay=False, is_trained=False'

@@ -13,10 +13,11 @@ from triaxis.models.inference.kv_cache import Cached, CachedLatents
 
 
 class DecodingChunk(GPTChunk):
-    """Chunk that shares another chunk's parameters, without dropout, with whole activations on every tp rank.
+    """Chunk that generates with another chunk's parameters, without dropout.
 
-    One token cannot be split along the sequence, and each rank computes the same part of a matrix either way. A growing text
-    never has the same shape twice, so nothing is compiled. As in all inference, no operand is in FP8.
+    Sequence parallelism is off, because one token cannot be split along the sequence. Every tp rank then holds whole activations
+    and computes the same part of each matrix product as before. A growing text never has the same shape twice, so nothing is
+    compiled. As in all inference, no operand is in FP8.
     """
 
     def __init__(self, chunk: GPTChunk) -> None:
@@ -35,7 +36,7 @@ class DecodingChunk(GPTChunk):
         self.train(False)
 
     def without_cache(self) -> str:
-        """Name an extension class that does not cache keys and values; "" if all do."""
+        """Name the extension's class whose attention caches no keys and values; "" if every layer caches them."""
         for block in self.blocks:
             attention = getattr(block, "attention", None)
             if not isinstance(getattr(attention, "mixer", None), Cached):
@@ -43,15 +44,15 @@ class DecodingChunk(GPTChunk):
         return ""
 
     def caches(self) -> list[Cached]:
-        """The layers' caches."""
+        """List the layers' caches, in layer order."""
         return [cast(Cached, cast(Block, block).attention.mixer) for block in self.blocks]
 
     def decode(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Read the next tokens in a sequence: a prompt into empty caches, then one token at a time.
 
         Returns:
-            Hidden states [s, 1, h] for the next stage. On the last stage, this rank's columns of the logits that follow the last
-            token, [1, 1, V_padded/t].
+            Hidden states [s, 1, h] for the next stage. On the last stage, this rank's columns of the logits for the token after the
+            last one read, [1, 1, V_padded/t].
         """
         hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden[-1:])

@@ -6,7 +6,7 @@
     window 0  |--- seq_length ---|         all labels are counted
     window 1        |--- seq_length ---|   `stride` further: window 0's labels are context, not counted again
 
-A stride equal to seq_length costs one forward per token. A smaller stride costs more, and gives each token at least
+With stride = seq_length, the model reads each token once. A smaller stride costs more forwards, and gives each token at least
 seq_length - stride tokens of context (except at the start of the text).
 """
 
@@ -30,7 +30,7 @@ from triaxis.models.inference.load import LoadedModel
 
 
 class TokenSource(Protocol):
-    """Token source with random access by position."""
+    """A text of `num_tokens` token ids; `read` returns ids `start` to `stop` - 1, or fewer at the end of the text."""
 
     num_tokens: int
 
@@ -38,7 +38,7 @@ class TokenSource(Protocol):
 
 
 class ListedTokens:
-    """Tokens in memory."""
+    """A text whose token ids are in memory."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = np.asarray(tokens, np.int64)
@@ -50,7 +50,7 @@ class ListedTokens:
 
 
 class CorpusTokens:
-    """First `num_tokens` tokens in a `.bin/.idx` pair, with documents in stored order."""
+    """First `num_tokens` tokens in a `.bin/.idx` pair (None: all), with documents in stored order."""
 
     def __init__(self, corpus: IndexedTokens, num_tokens: int | None = None) -> None:
         self._corpus = corpus
@@ -74,7 +74,7 @@ class CorpusTokens:
 
 
 class Windows:
-    """Text as samples: `Sample` i is window i. Nothing is counted after the last window.
+    """The windows over a text, as samples: sample i is window i. A sample after the last window counts no labels.
 
     Args:
         text: source of the tokens.
@@ -90,7 +90,7 @@ class Windows:
         self.num_windows = 1 + -(-max(0, text.num_tokens - seq_length) // stride)
 
     def __getitem__(self, index: int) -> Sample:
-        """Window `index` >= 0.
+        """Build the sample for the window `index`, from 0.
 
         Raises:
             DataError: a token is not in the model's vocabulary.
@@ -112,15 +112,17 @@ class Windows:
         return Sample(tokens, counted, self.lengths(index))
 
     def lengths(self, index: int) -> tuple[int, ...]:
-        """One length, since a text is read as one document."""
+        """Return the document lengths in a window: one length, since a text is read as one document."""
         return (self.seq_length + 1,)
 
 
 def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[float, int]:
-    """Compute the sum of the counted tokens' losses in nats, and their number, over some global batches; equal on every rank.
+    """Compute the counted tokens' loss sum, in nats, and the number of these tokens, over all `steps` and ranks.
+
+    Every rank returns the same values.
 
     Args:
-        steps: this data-parallel rank's microbatches for each global batch; the same number in every step.
+        steps: for each global batch, this data-parallel rank's microbatches; every step must have the same number of them.
 
     Raises:
         DivergenceError: the experts' buffers were too small for the tokens; raised on every rank.

@@ -6,7 +6,8 @@ Each forward is one forward-only pipeline pass. The last stage gathers its logit
 stages. Draws are stateless: the noise is a function of (seed, token position in the text). Every layout therefore writes the
 same text, with or without a cache.
 
-Positions are those used in training, 0 .. window - 1. When a text fills the window, its last half becomes a new prompt.
+The model reads at most `window` tokens, at positions 0 .. window - 1, as in training. When the text fills the window, its last half
+becomes a new prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,10 +46,10 @@ class Sampling:
     """Parameters for drawing a token from logits.
 
     Attributes:
-        temperature: divisor for the logits; 0 takes the most likely token.
-        top_k: number of most likely tokens to draw from (plus any tied with the last); None means all.
-        top_p: minimum total probability of the tokens to draw from, taking as few most likely ones as possible (1904.09751);
-            applied after top_k.
+        temperature: divisor for the logits; 0: always choose the most likely token.
+        top_k: number of most likely tokens to draw from (plus any tied with the last); None: all.
+        top_p: draw from the fewest most likely tokens whose probabilities add up to at least this (1904.09751), after top_k is
+            applied; None: all.
         seed: noise seed.
     """
 
@@ -61,7 +62,7 @@ class Sampling:
 def generate(
     model: Model, prompt: Sequence[int], num_tokens: int, *, temperature: float = 1.0, seed: int = 0
 ) -> list[int]:
-    """Collect the tokens of `stream` in a list."""
+    """Draw `num_tokens` tokens that continue `prompt`, as `stream` does, and return them in a list."""
     return list(stream(model, prompt, num_tokens, Sampling(temperature, seed=seed)))
 
 
@@ -79,6 +80,7 @@ def stream(
     Args:
         prompt: at least one token id; if longer than the window, only its last half window is read.
         num_tokens: maximum number of tokens to draw.
+        sampling: how to draw a token from logits.
         window: maximum number of tokens that the model reads at once; None uses `model.seq_length`.
         stop: token that ends the text; it is not yielded.
     """
@@ -128,14 +130,17 @@ class Decoder:
         self.forget()
 
     def forget(self) -> None:
-        """Empty the caches."""
+        """Empty the caches, so that the next tokens start a new prompt."""
         self.length = 0
         for chunk in self._chunks:
             for cache in chunk.caches():
                 cache.forget(self._places)
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Read tokens (a prompt, then one at a time); compute the next one's logits [V], None on ranks without the last stage."""
+        """Read tokens (a prompt, then one at a time); return the logits [V] for the token after them.
+
+        Ranks without the last stage return None.
+        """
         topology = self._topology
         # Activations between stages are as long as the tokens just read, so each pass has its own shape.
         executor = Executor(
@@ -152,7 +157,7 @@ class Decoder:
         return topology.axis("tp").all_gather(outputs[0][0, 0], "generation").wait()[: self._vocab_size]
 
     def next_token(self, tokens: Sequence[int], sampling: Sampling, place: int) -> int:
-        """Read tokens and draw the next one, at position `place` in its text; the same on every rank."""
+        """Read tokens and draw the token after them, at position `place` in the text; every rank returns the same token."""
         logits = self.logits(tokens)
         # All tp ranks of the last stage draw alike from the gathered logits; the other stages receive the token.
         token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
@@ -166,8 +171,8 @@ class Decoder:
 def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
     """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) samples their softmax.
 
-    Noise per token is used instead of one number against the cumulative sum. Rounding in one logit then does not shift any other
-    token's share, so layouts that round differently in 16 bits agree for as long as possible.
+    Each token has its own noise, so rounding one logit does not shift any other token's share. (It would if one random number were
+    compared with the cumulative sum.) Layouts that round differently in 16 bits thus agree for as long as possible.
     """
     if sampling.temperature == 0.0:
         return int(logits.argmax())

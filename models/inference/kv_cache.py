@@ -3,9 +3,9 @@
     prompt, p tokens      fills places 0 .. p - 1 of every layer; attention among them is causal
     one token more        fills place p; its query reads places 0 .. p
 
-A rank caches what it computes anyway: its chunks' layers, and the key/value heads in its tp part (whole replicas where
-heads are replicated). Keys are cached after QK-norm and RoPE and are not changed again. With latent attention, each rank caches the
-latent and rotated key of each token; all heads share them, and every tp rank holds them whole.
+A rank caches only keys and values that it computes anyway: for its chunks' layers, and for the key/value heads that it holds (whole
+heads, even if several ranks hold the same one). Keys are cached after QK-norm and RoPE and do not change again. With latent
+attention, each tp rank caches every token's whole latent and rotated key, which all heads share.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ from triaxis.models.gpt.latent_attention import LatentKeys
 
 @dataclass(kw_only=True, eq=False)
 class Cached(Mixer):
-    """Attention from a text's next tokens to all of its tokens so far.
+    """Mixer with a cache: a text's next tokens attend to all of its tokens so far.
 
     Attributes:
         places: number of tokens the cache can hold.
         length: number of filled places.
-        cache: rows [1, n_i, places, d_i]; empty before the prompt.
+        cache: one tensor [1, n_i, places, d_i] for keys and one for values, or one for latents, with n_i heads of size d_i. Empty
+            before the prompt.
     """
 
     places: int = 0
@@ -40,7 +41,7 @@ class Cached(Mixer):
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Append rows [s, 1, n_i, d_i], and attend from q [s, 1, n, d] to all rows so far -> [s, 1, n * d_v]."""
+        """Append new tokens' rows [s, 1, n_i, d_i], and attend from q [s, 1, n, d] to all rows so far -> [s, 1, n * d_v]."""
         q, *rows = heads_first(q, *rows)
         rows = self.extended(rows)
         if q.shape[2] == 1:
@@ -48,7 +49,7 @@ class Cached(Mixer):
         return self.core((q, *rows), self.kernels.choices.attention, mask, keys, 0)
 
     def extended(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Append rows [1, n_i, s, d_i]; return all rows so far, [1, n_i, length, d_i], as views."""
+        """Append rows [1, n_i, s, d_i] to the cache; return all rows so far, [1, n_i, length, d_i], as views of the cache."""
         s = rows[0].shape[2]
         assert self.length == 0 or s == 1, (
             "first the prompt, then one token at a time: attention has a mask for these only"
@@ -68,15 +69,15 @@ class Cached(Mixer):
 
 @dataclass(kw_only=True, eq=False)
 class CachedLatents(Cached):
-    """Attention from a text's next tokens to the latents of its tokens so far."""
+    """Mixer with a cache: a text's next tokens attend to the latents of all its tokens so far."""
 
     made: LatentKeys
 
     def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
         """Attend from one query q [1, n, 1, dr + dn] to latents [1, 1, length, r_kv + dr] -> [1, 1, n * dv].
 
-        The weights are absorbed: the logit q_n . W_k c equals (W_k^T q_n) . c, and the weighted sum of W_v c equals W_v times the
-        weighted sum of c.
+        Keys W_k c and values W_v c are never computed from the cached latents c. The logit q_n . W_k c, with q_n the part of q that
+        does not rotate, equals (W_k^T q_n) . c; and the weighted sum of W_v c equals W_v times the weighted sum of c.
         """
         (q, latents), mla = tensors, self.made.mla
         of_keys, of_values = self.made.weight.weight().split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)

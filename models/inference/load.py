@@ -2,7 +2,7 @@
 
     checkpoint of any layout  --pieces that meet this rank's boxes-->  one flat tensor of weights  ->  chunks
 
-There are no main grads, masters or moments: 2 bytes per parameter in bf16, while training holds 18. Initial weights are not drawn.
+There are no main grads, masters or moments, so a parameter takes 2 bytes in bf16, and 18 in training. No initial weights are drawn.
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ def load_model(
     """Build this rank's chunks in evaluation mode with weights from the checkpoint; every rank calls it.
 
     Raises:
-        CheckpointError: some rank cannot load its part, because it is damaged, belongs to another model or lacks these weights.
-            Raised on every rank.
+        CheckpointError: some rank cannot load its part, because the checkpoint is damaged, belongs to another model or lacks the
+            weights `which`. Raised on every rank.
     """
     sizes, stages = topology.sizes, stages_of(config)
     mine = [stages[stage] for stage in of_forward(sizes, 1).placement.stages_on(topology.coordinates.pp)]
@@ -74,9 +74,9 @@ def load_model(
 def for_reading(config: Config) -> Config:
     """Adapt a config to forward-only use: nothing is recomputed or offloaded, and no gradient is computed.
 
-    Logits are still computed for a limited number of tokens at a time. Kernels that compute or use gradients need not run on
-    this device. No operand, weights included, is in FP8: a token's activation scale would depend on the other tokens in its
-    batch.
+    Logits are still computed for a limited number of tokens at a time. Kernels that compute or use gradients are replaced by
+    plain ones, so the configured ones need not run on this device. No operand, weights included, is in FP8: the scale of a token's
+    activations would depend on the other tokens in its batch.
     """
     without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
     return config.model_copy(
@@ -92,7 +92,7 @@ def for_reading(config: Config) -> Config:
 
 
 def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
-    """Refuse a checkpoint with tensors that this model lacks; the loader checks only the reverse."""
+    """Refuse a checkpoint with tensors that this model lacks; the loader only checks that none of the model's are missing."""
     strangers = sorted(candidate.manifest.tensors.keys() - {spec.name for spec in model_specs(config.model)})
     if strangers:
         raise CheckpointError(

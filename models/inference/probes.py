@@ -2,8 +2,8 @@
 
 A site is `embedding`, `layers.N.attention`, `layers.N.mlp` (the branches), `layers.N` (the residual stream after the layer),
 `token_losses` or `loss` (the sum over a microbatch). A multi-token prediction layer also has `layers.N.embedding` and
-`layers.N.losses`. An output [s, b, h] is reduced to one number per token: its product with a fixed random vector. That is enough
-to see any difference, and small enough to write to a file.
+`layers.N.losses`. An output [s, b, h] is reduced to one number per token: its product with a fixed random vector. One
+number is enough to see any difference, and small enough to write to a file.
 """
 
 import sys
@@ -24,7 +24,7 @@ OF_LAYER = ("embedding", "attention", "mlp", "", "losses")
 
 
 def site_order(name: str, num_layers: int) -> int:
-    """Sort key for a site: its position in the model."""
+    """Sort key for a site: its position in the forward of a model with `num_layers` layers of its own."""
     if name == "embedding":
         return 0
     if name == LOSS:
@@ -39,10 +39,10 @@ def site_order(name: str, num_layers: int) -> int:
 
 
 class Probes:
-    """Outputs recorded while `open` is active: {site: {samples: values}}.
+    """Outputs recorded while `open` is active, in `values`: {site: {samples: output}}.
 
-    Values are float64 [s] (or [s/t], this rank's part of the sequence) for one sample, keyed by its id. The loss is [1], keyed
-    by the ids of the microbatch's samples.
+    An output is float64 [s] (or [s/t], this rank's part of the sequence) for one sample, whose id is the key. The loss is [1]; its
+    key has the ids of all the microbatch's samples.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:

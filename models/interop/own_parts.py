@@ -5,7 +5,7 @@ from triaxis.engine.errors import ConfigError
 
 
 def refuse_own_parts(model: ModelConfig, other: str) -> None:
-    """Check that a model uses only built-in parts. An extension's loss is not part of the model.
+    """Check that a model has only built-in parts. An extension's loss is allowed: an export does not contain the loss.
 
     Args:
         model: model to export.

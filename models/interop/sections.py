@@ -10,15 +10,15 @@ from triaxis.engine.errors import ConfigError, shown
 
 
 def checked_model(model: Mapping[str, Any], problems: Sequence[str], source: str) -> tuple[dict[str, Any], ModelConfig]:
-    """Validate `model` fields; return those that are given, and the section built from them.
+    """Validate `model` fields; return the fields that are given, and the section built from them.
 
     Args:
-        model: fields under our names; None means not given.
-        problems: problems found so far.
+        model: fields under our names; a field that is None counts as not given.
+        problems: problems that the caller found while converting.
         source: file name for the error message.
 
     Raises:
-        ConfigError: there are problems, all listed; or fields have illegal values, all listed.
+        ConfigError: `problems` is not empty, or fields have illegal values; the error lists all of them.
     """
     if problems:
         raise ConfigError(problems, source)

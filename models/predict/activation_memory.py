@@ -2,8 +2,8 @@
 
 The formula follows section 4 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
 (2205.05198), term by term, with what these kernels keep. The paper's block has 16 bits per element, 1 byte per dropout mask, MLP
-width 4 h, and heads x head size = h. There the terms add up to its equations, in bytes per token (s b / c tokens, a heads,
-t tensor-parallel ranks):
+width 4 h for hidden size h, and heads x head size = h. With these sizes the terms add up to the paper's equations, in bytes per
+token (b samples of s tokens on c context-parallel ranks have s b / c tokens; a heads, t tensor-parallel ranks):
 
     one rank (equation 1)                34 h + 5 a s
     tensor parallel (equation 2)         (10 + 24/t) h + 5 a s / t
@@ -15,7 +15,7 @@ Differences from the paper:
     fused attention    no scores (5 a s is gone), but the logarithm of each row's sum
     "explicit"         softmax in the accumulation dtype; the causal mask, one for all heads and samples
     RMSNorm            its input and one number per token
-    recomputation      selective: without the parts in `models/predict/recompute_choice.py`; full: each layer group's input
+    recomputation      selective: not the chosen parts (`models/predict/recompute_choice.py`); full: only each layer group's input
     gathered inputs    column-parallel layers keep them whole (`recompute.gathered_inputs`): w h instead of w h / t
     gathered k and v   all cp ranks' keys and values, kept whole (`recompute.gathered_kv`)
     ulysses            q, k and v a second time, for some heads and all tokens, and attention's output once more
@@ -25,7 +25,7 @@ Differences from the paper:
     MTP layers         `models/predict/mtp_terms.py`, and the embedding's and head's tensors once more for each
     offload            a chunk's first layers keep only small tensors, or tensors that are held elsewhere
 
-A term is one tensor and one storage: offloading selects tensors by their bytes.
+Each term is one tensor with its own storage, because offloading selects tensors by their bytes.
 """
 
 from collections import Counter
@@ -57,7 +57,7 @@ LOSS_MASK = "mask"
 
 
 def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
-    """List the tensors that a stage's embedding, rotation and head keep (2205.05198, section 4.3), MTP layers' included."""
+    """List the tensors that a stage's embedding, rotation and head keep, also those of MTP layers (2205.05198, section 4.3)."""
     at = Sizes.of(config, sizes)
     terms = _before_layers(config, at, stage)
     if stage.has_head:
@@ -100,7 +100,7 @@ def kept_bytes(
 
     Args:
         groups: the stage's `layer_groups`; None: computed here.
-        load: load of the rank's experts.
+        load: rows that the rank's experts get, over the rows under balanced routing.
     """
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     return _bytes(config, end_terms(config, sizes, stage)) + sum(group.kept for group in groups)
@@ -149,7 +149,8 @@ def forward_bytes(
 def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
     """List the tensors that a layer holds from an `I` to its `W` for deferred weight gradients: GEMM inputs, output gradients.
 
-    With sequence parallelism, column-parallel inputs and row-parallel gradients are shards.
+    With sequence parallelism, the inputs of column-parallel layers (unless they are kept as gathered) and the output gradients
+    of row-parallel layers are held as shards.
     """
     at, model = Sizes.of(config, sizes), config.model
     nothing = Fraction(0)
@@ -201,10 +202,11 @@ def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, l
 
 
 def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *, is_last_use: bool) -> tuple[int, int]:
-    """Count (bytes that a layer holds for deferred weight gradients, its backward's peak above what the layer kept).
+    """Count two numbers of bytes: a layer's tensors for deferred weight gradients, and its backward's peak over what it kept.
 
-    From the last GEMM to the first, held operands are added, and what the layer kept between two GEMMs is freed. A held input
-    takes the place of the kept one, unless it was recomputed. A rotation table is freed at its last use in a stage (`is_last_use`).
+    From the last GEMM to the first, each GEMM's operands are added, and what the layer kept before that GEMM is freed. An input
+    that the layer kept anyway adds nothing; a recomputed input adds its bytes. A rotation table is freed at its last use in a
+    stage (`is_last_use`).
     """
     kept, waiting = block_terms(config, sizes, layer, load), deferred_terms(config, sizes, layer, load)
     has_input = {term.module for term in kept if term.tensor == "input" and term.ours}
@@ -227,7 +229,10 @@ def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *
 
 
 def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int], load: Fraction) -> list[tuple[int, int]]:
-    """List `_waiting` for each layer in a stage. Layers of one sort share it; layers below may still need a rotation table."""
+    """List the result of `_waiting` for each layer in a stage, computed once for layers of one sort.
+
+    A backward goes down the stage, so a rotation table's last use is in the lowest layer that reads it.
+    """
     known, found = dict[tuple[object, bool], tuple[int, int]](), []
     seen: set[Rotary | None] = set()
     for layer in layers:
@@ -249,10 +254,9 @@ def backward_bytes(
 ) -> int:
     """Count the peak bytes that one microbatch keeps on one stage during its backward; arguments as for `kept_bytes`.
 
-    Recomputation is included.
-
-    The backward goes from the head to the embedding and frees what it has used. When a layer's backward begins, its offloaded
-    tensors have returned from the host, and those of the layer below are on their way.
+    Recomputed tensors are included. The backward goes from the head to the embedding and frees what it has used. When a layer's
+    backward begins, the layer's offloaded tensors have returned from the host. Those of the layer below are being copied, and
+    count too.
     """
     at = Sizes.of(config, sizes)
     # The loss mask belongs to the batch.
@@ -283,7 +287,7 @@ def backward_bytes(
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Bytes that a group of layers takes; the layers are kept or recomputed together.
+    """Bytes of a group of layers that are kept or recomputed together.
 
     Attributes:
         kept: device bytes between forward and backward.
@@ -302,10 +306,10 @@ _NOTHING = LayerGroup(0, 0)
 def layer_groups(
     config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED
 ) -> list[LayerGroup]:
-    """List a stage's layers in order, as `GPTChunk` groups them.
+    """List the bytes of a stage's layer groups in order; `GPTChunk` (`models/gpt`) forms the same groups.
 
     Args:
-        load: load of the rank's experts.
+        load: rows that the rank's experts get, over the rows under balanced routing.
     """
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     num_own = stage.num_own
@@ -357,8 +361,8 @@ def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Te
     """Count a layer's bytes while its backward recomputes attention's core: the terms before the core, and the core's own.
 
     Args:
-        terms: the layer's terms.
-        plain: the terms that the layer would have if nothing were recomputed.
+        terms: tensors that the layer keeps with the configured recomputation.
+        plain: tensors that the layer would keep if nothing were recomputed.
     """
     if "attention" not in config.recompute.parts:
         return 0
@@ -387,7 +391,7 @@ def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Te
 
 
 def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: StageContents) -> int:
-    """Count the bytes that a chunk's layer number `layer` moves to the host."""
+    """Count the bytes that a layer moves to the host; `layer` is its index in the chunk."""
     if layer >= config.offload.num_layers:
         return 0
     total = 0
@@ -402,7 +406,7 @@ def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: 
 
 
 def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Count the bytes of logits that exist while the head runs and are not kept."""
+    """Count the bytes of logits that exist while the head runs and are not kept; 0 unless `recompute.head_tokens` is set."""
     head_tokens = config.recompute.head_tokens
     if head_tokens is None or not stage.has_head:
         return 0

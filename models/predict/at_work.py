@@ -1,6 +1,7 @@
 """Peak bytes that a stage holds while experts run, counted from the configuration alone.
 
-kept by then (`models/predict/activation_memory.py`) + temporaries of the running experts (`models/predict/experts/temporaries.py`)
+The peak is a sum: what the microbatch has kept by then (`models/predict/activation_memory.py`), and the running experts'
+temporaries (`models/predict/experts/temporaries.py`).
 """
 
 from collections.abc import Sequence
@@ -21,11 +22,11 @@ def most_at_work(
 ) -> tuple[int, int]:
     """Count the peak bytes that one microbatch holds on one stage while experts run: (in its forward, in its backward).
 
-    Each is the sum of the kept tensors and the experts' `temporaries`. Both are 0 if the stage has no expert layer.
+    Both numbers are 0 if the stage has no expert layer.
 
     Args:
-        groups: the stage's `layer_groups`.
-        load: load of the rank's experts.
+        groups: the stage's layer groups, from `activation_memory.layer_groups`.
+        load: rows that the rank's experts get, over the rows under balanced routing.
     """
     if not any(config.model.layer_kind(layer).has_experts for layer in stage.layers):
         return 0, 0
@@ -56,7 +57,7 @@ def most_at_work(
 
 
 def _layers_of_groups(config: Config, stage: StageContents) -> list[tuple[Sequence[int], bool]]:
-    """List, for each of a stage's `layer_groups`, its layers and whether they are recomputed as a whole."""
+    """List a pair for each of a stage's layer groups: the group's layers, and whether they are recomputed as a whole."""
     recompute, num_layers = config.recompute, len(stage.layers)
     num_own, num_again, size = num_layers - stage.num_mtp, 0, 1
     if recompute.granularity == "full":
@@ -75,6 +76,6 @@ def _of_terms(config: Config, terms: Sequence[Term]) -> int:
 
 
 def _bytes(config: Config, per_token: Fraction) -> int:
-    """Convert to bytes per microbatch, rounded up: a load need not be a whole number of rows."""
+    """Convert bytes per token to bytes per microbatch, rounded up to a whole byte."""
     total = per_token * tokens_of_microbatch(config)
     return -(-total.numerator // total.denominator)

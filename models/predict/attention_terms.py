@@ -12,7 +12,7 @@ def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, 
     """List the queries, keys and values that attention keeps.
 
     Args:
-        is_as_made: attention keeps them as computed; otherwise explicit attention copies them.
+        is_as_made: attention keeps q, k and v as they were computed; if False, explicit attention copies them first.
         is_exchanged: heads were exchanged over cp (Ulysses).
     """
     model, nothing = config.model, Fraction(0)
@@ -54,7 +54,7 @@ def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, 
 
 
 def score_terms(config: Config, at: Sizes, kind: LayerKind, *, is_exchanged: bool) -> list[Term]:
-    """List the tensors that explicit attention keeps between its products."""
+    """List the tensors that explicit attention keeps between its two products (scores, weighted values)."""
     model, nothing = config.model, Fraction(0)
     scores = at.heads * at.s
     dropout = at.w * scores if model.attention_dropout else nothing

@@ -1,7 +1,7 @@
 """Device memory that NCCL holds for a rank's communicators, counted from the layout alone.
 
-This is an estimate, not measured on this engine. NCCL allocates per communicator, channel and connected neighbour, outside torch's
-allocator (`ncclP2pAllocateShareableBuffer` in its src/transport/p2p.cc):
+This is an estimate, not measured on this engine. For each communicator, channel and connected neighbour, NCCL allocates memory
+outside torch's allocator (`ncclP2pAllocateShareableBuffer` in NCCL's src/transport/p2p.cc):
 
     receiver   buffers of the protocols LL 0.5 MiB + LL128 4.7 MiB + Simple 4 MiB (NCCL_BUFFSIZE), in pages of 2 MiB:  10 MiB
     sender     one page for its flags:                                                                               2 MiB
@@ -11,8 +11,8 @@ a ring has one neighbour to receive from and one to send to. The pipeline's two 
 neighbours, over other connections. On a node with eight H100 NCCL chooses 24 channels for collectives and 32 for messages (its log
 at NCCL_DEBUG=INFO); `max_ctas` in `triaxis.engine.layout.axis_groups.STREAM_USE` limits both.
 
-Not counted: trees and NVLink SHARP, which NCCL connects at startup (NCCL_RUNTIME_CONNECT=0, `engine/comm/runtime.py`), and network
-buffers.
+Not counted: network buffers, and the connections for trees and NVLink SHARP, which NCCL opens at startup
+(NCCL_RUNTIME_CONNECT=0, `engine/comm/runtime.py`).
 """
 
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ MESSAGE_AXES = ("pp_forward", "pp_backward")
 
 
 def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None, *, has_experts: bool = False) -> tuple[int, ...]:
-    """Estimate the bytes that a rank's connected communicators take, by pipeline index.
+    """Estimate the bytes of a rank's connected communicators; one number for each pipeline index.
 
     Args:
-        kv_heads: the model's key/value heads; None: as many as query heads.
-        has_experts: the model has experts, whose tokens and gradients have groups of their own.
+        kv_heads: number of the model's key/value heads; None: as many as query heads.
+        has_experts: the model has experts, and so process groups for the experts' tokens and gradients.
     """
     # Groups and neighbours depend on dp and cp only up to 2, and on pp only up to 3. So a small grid represents a large one,
     # whose groups would take long to list. Ranks that share experts may span all cp ranks.
@@ -52,7 +52,10 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None, *, has_expert
 
 
 def _fewest_dp(sizes: ParallelSizes) -> int:
-    """Find the smallest dp, 2 if possible, that holds whole sets of experts: two sets, or one if there is only one."""
+    """Find the smallest dp, at least 2 if the layout's dp is, whose ranks hold whole sets of experts.
+
+    They must hold two sets, or one if the layout has only one.
+    """
     for dp in range(min(sizes.dp, 2), sizes.dp):
         num_sets, rest = divmod(sizes.tp * sizes.cp * dp, sizes.expert_ranks)
         if rest == 0 and num_sets >= min(2, sizes.expert_dp):
@@ -73,7 +76,12 @@ def communicators(
 
 
 def connections_of(axes: Sequence[str], size: int) -> int:
-    """Count one communicator's connections, one per channel and neighbour; it has `size` ranks and serves these axes."""
+    """Count a rank's connections in one communicator, one for each channel and neighbour.
+
+    Args:
+        axes: axes that share the communicator.
+        size: number of its ranks.
+    """
     connected = [axis for axis in axes if axis not in CONNECTED_LATER]
     if not connected:
         return 0

@@ -14,7 +14,7 @@ Memo = dict[object, Any]
 
 
 def layer_sorts(config: Config) -> list[LayerSort]:
-    """List each layer's sort."""
+    """List each layer's `LayerSort`, the properties on which its bytes and seconds depend."""
     in_fp8 = fp8_layers(config)
     return [LayerSort(kind, layer in in_fp8) for layer, kind in enumerate(config.model.kinds)]
 
@@ -24,7 +24,7 @@ class Contents(NamedTuple):
 
     Attributes:
         layers: each layer's sort number; sorts are numbered by their first appearance in the model.
-        num_mtp: number of layers, at the end, that predict tokens further ahead.
+        num_mtp: number of multi-token-prediction layers, which come last.
     """
 
     layers: tuple[int, ...]
@@ -33,7 +33,7 @@ class Contents(NamedTuple):
     num_mtp: int
 
     def as_stage(self) -> StageLayers:
-        """Build a stage with as many layers and the same ends."""
+        """Build a stage with as many layers, numbered from 0, and the same embedding, head and MTP layers."""
         return StageLayers(range(len(self.layers)), self.has_embedding, self.has_head, self.num_mtp)
 
 
@@ -42,8 +42,9 @@ class StageCut:
     """The stages of a layout.
 
     Attributes:
-        contents: contents of each stage.
-        ranks: stage numbers and stage contents, by pipeline rank.
+        stages: layers of each stage, in pipeline order.
+        contents: contents of each stage, in the same order.
+        ranks: a pair per pipeline rank: the indices of its stages, and their contents.
     """
 
     stages: tuple[StageLayers, ...]
@@ -52,7 +53,7 @@ class StageCut:
 
     @classmethod
     def of(cls, config: Config, memo: Memo) -> "StageCut":
-        """Cut a layout into stages, or take the cut from `memo` if another of the run's layouts has the same one."""
+        """Cut a layout into stages. Layouts of one run with the same placement and layer counts share the result in `memo`."""
         placement, given = placement_of(config), config.parallel.layers_per_stage
         key = "cut", placement, tuple(given) if isinstance(given, list) else given
         if key not in memo:

@@ -21,7 +21,7 @@ from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
 from triaxis.models.predict.rank_memory import GB, Changes, Prediction, override_words, predict, single_changes
 
 MOST_OF_A_KIND = 2
-"""How many proposals a message names with the same layout, and how many with other layouts."""
+"""A message proposes at most this many changes within the layout, and at most this many other layouts."""
 
 READ_BY_PREDICTION = (
     "model",
@@ -51,7 +51,10 @@ class Devices:
     count: int | None = None
 
     def for_each_rank(self, config: Config, ranks_per_node: int | None) -> int:
-        """Compute the bytes that one rank may use: with gloo, several ranks may share a GPU."""
+        """Compute the bytes of GPU memory that one rank may use.
+
+        With gloo, ranks on a node that has fewer GPUs share them, and each gets an equal part. With NCCL each rank has a GPU.
+        """
         if config.runtime.collectives != "gloo" or self.count is None or ranks_per_node is None:
             return self.memory_bytes
         return self.memory_bytes // max(1, -(-ranks_per_node // self.count))
@@ -92,14 +95,15 @@ def uses_gpu(config: Config) -> bool:
 
 
 def uses_nccl(config: Config) -> bool:
-    """Whether NCCL connects the ranks on machines with GPUs."""
+    """Whether ranks that run on GPUs communicate through NCCL."""
     return uses_gpu(config) and config.runtime.collectives != "gloo"
 
 
 def memory_rule(devices: Devices) -> Rule:
     """Build the rule that rejects a run if a rank is predicted to exceed its device's memory.
 
-    It finds no problem in a CPU run, with an open `parallel.dp`, with `runtime.memory=warn`, or if the layout breaks a rule.
+    The rule reports nothing if the run uses CPUs, if `runtime.memory` is warn, or if the number of replicas is not known yet.
+    It also reports nothing if the configuration breaks a rule about a field that the prediction reads.
     """
 
     def fits_devices(subject: Subject) -> Iterator[Problem]:
@@ -130,7 +134,11 @@ def _is_read(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Changes that make a run fit, and the bytes that its fullest rank then holds."""
+    """Changes that make a run fit.
+
+    Attributes:
+        total: bytes that the run's fullest rank is predicted to hold after these changes.
+    """
 
     changes: Changes
     total: int
@@ -151,10 +159,10 @@ def _advice(subject: Subject, most: int) -> str:
 
 
 def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
-    """Find legal changes after which no rank is predicted to hold more than `most` bytes; the number of ranks stays.
+    """Yield legal changes after which no rank is predicted to hold more than `most` bytes; none changes the number of ranks.
 
-    Changes within the same layout come first, ordered by their cost in speed, then the nearest layouts. If no single change
-    is enough, the helpful ones are combined.
+    Up to `MOST_OF_A_KIND` changes within the same layout come first, those that cost least speed first. Then come up to as
+    many of the nearest other layouts. If nothing fits so, the one result combines several changes.
     """
     sizes = parallel_sizes(subject.config, subject.world_size)
     trial = _Trial(subject, most)
@@ -166,13 +174,20 @@ def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A search through one configuration's changes."""
+    """A test of changes to one configuration.
+
+    Attributes:
+        most: bytes that a rank may hold.
+    """
 
     subject: Subject
     most: int
 
     def after(self, changes: Changes) -> int | None:
-        """Predict the fullest rank's bytes after the changes; None if they break a rule that held before, or prediction fails."""
+        """Predict the fullest rank's bytes after the changes.
+
+        Returns None if the changes break a rule that held before, or if the prediction fails.
+        """
         config = self.subject.config
         for key, value in changes:
             config = with_value(config, key, value)
@@ -187,14 +202,18 @@ class _Trial:
             return None
 
     def fitting(self, tried: Sequence[Changes] | Iterator[Changes]) -> Iterator[Fitting]:
-        """Yield the changes that are legal and fit."""
+        """Yield those of the `tried` changes that break no rule and after which every rank fits in `most` bytes."""
         for changes in tried:
             total = self.after(changes)
             if total is not None and total <= self.most:
                 yield Fitting(changes, total)
 
     def together(self, sizes: ParallelSizes) -> Iterator[Changes]:
-        """Combine single changes, adding each that lowers the total; then combine them with the nearest layouts."""
+        """Yield combinations of changes to try.
+
+        Single changes are added one by one, and kept if they lower the fullest rank's total; each sum is yielded. Then all
+        kept changes are yielded together with each other layout, nearest first.
+        """
         taken: dict[str, object] = {}
         least = self.after(())
         for key, value in single_changes(self.subject.config, sizes):
@@ -207,7 +226,7 @@ class _Trial:
 
 
 def _layouts(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
-    """List other layouts for the same ranks that have fewer replicas, nearest first."""
+    """Yield changes to layouts of as many ranks with larger tp or pp, hence fewer replicas; smallest tp x pp first."""
     world = sizes.world_size
     found = []
     for tp in divisors(world, 1):

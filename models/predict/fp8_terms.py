@@ -1,16 +1,18 @@
 """Product inputs that are kept in FP8, 1 byte per element, when one scale serves a whole tensor.
 
-A layer keeps its input in FP8 if nothing else keeps the tensor and it is not recomputed:
+A product keeps its input in FP8 if no other operator keeps the same tensor, and if recomputation does not replace the tensor.
+Left: products. Right: the input that each keeps in FP8.
 
-    attention.qkv, attention.down, mlp.up     a norm's output; not in front of a product that is recomputed itself
-    attention.q_up                            the normalised latent of queries
+    attention.qkv, attention.down, mlp.up     a norm's output (mlp.up: unless the part `mlp` is recomputed)
+    attention.q_up                            the queries' normalised latent
     mlp.down, mlp.shared.down                 an activation's output
-    gathered inputs that are kept whole       every column-parallel product
+    every column-parallel product             the gathered input, if `recompute.gathered_inputs` is keep
 
-With sequence parallelism, the first line's shards are gathered again in the run's dtype and so are kept in that dtype, unless
-`precision.fp8.gather` is fp8. Two more inputs stay in the run's dtype: the projection's, which a fused attention keeps for its own
-backward, and the shared experts', which the router keeps. With the fp8 gather, deferred weight gradients hold output gradients in
-FP8.
+Sequence parallelism keeps shards of the inputs of attention.qkv, attention.q_up and mlp.up, and gathers them again in the
+backward. Unless `precision.fp8.gather` is fp8, that gather is in the run's dtype, so these shards are kept in the run's dtype.
+Two more inputs stay in the run's dtype. Fused attention keeps the input of attention.proj for its own backward, and the router
+keeps that of mlp.shared.up. With the fp8 gather, deferred weight gradients hold the output gradients of attention.proj, mlp.down
+and mlp.shared.down in FP8.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,7 +30,13 @@ def is_in_fp8(config: Config, layer: int) -> bool:
 
 
 def kept_in_fp8(config: Config, at: Sizes, terms: Sequence[Term], parts: Collection[str]) -> list[Term]:
-    """Adjust an FP8 layer's terms to the bytes that are stored; `parts` are its recomputed parts."""
+    """Return an FP8 layer's terms with 1 byte per element for the tensors that are stored in FP8.
+
+    With a recipe that scales blocks, no tensor is stored in FP8, and the terms come back unchanged.
+
+    Args:
+        parts: the layer's recomputed parts.
+    """
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS:
         return list(terms)
@@ -45,7 +53,10 @@ def sends_fp8(config: Config, at: Sizes) -> bool:
 
 
 def remembered_terms(config: Config, at: Sizes, layer: int) -> list[Term]:
-    """List the largest inputs that a fully recomputed layer remembers for its replay: 4 bytes per product."""
+    """List what a fully recomputed FP8 layer remembers for its recomputation: each product's largest input, 4 bytes.
+
+    With a recipe that scales blocks, a layer remembers nothing.
+    """
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS or not is_in_fp8(config, layer):
         return []
@@ -54,7 +65,7 @@ def remembered_terms(config: Config, at: Sizes, layer: int) -> list[Term]:
 
 
 def _stored(config: Config, at: Sizes, parts: Collection[str]) -> set[str]:
-    """Find the products whose inputs are kept in FP8."""
+    """Name the products whose inputs are kept in FP8, by the module docstring's rules."""
     model = config.model
     stored = set() if "activation" in parts else {"mlp.down", "mlp.shared.down"}
     gathered = {"attention.qkv", "attention.q_up", "mlp.up", "mlp.shared.up"}

@@ -1,8 +1,10 @@
 """Moments at which a pipeline rank holds the most microbatches, found from its actions alone.
 
-    1F1B, rank 0 of 2      0F0 0F1 0B0 0F2 0B1 0B2       two moments for any m: F beside 1, B beside 1
+    1F1B, rank 0 of 2: it runs F0 F1 B0 F2 B1 B2, and has two such moments for any number of microbatches:
+    a forward F with 1 other microbatch kept, and a backward B with 1 other microbatch kept
 
-A microbatch's bytes depend on the layout, but these moments do not: layouts with the same schedule share them.
+The bytes of a microbatch depend on the layout, but these moments depend only on the schedule. So layouts with the same schedule
+share the moments.
 """
 
 from collections.abc import Sequence
@@ -13,12 +15,13 @@ from triaxis.engine.pipeline.actions import Action, Kind
 
 
 class PeakMoment(NamedTuple):
-    """A moment at which a rank may hold the most: the action, and the number of microbatches held beside it.
+    """A moment at which a rank may hold the most: the action that runs, and the other microbatches held at that time.
 
     Attributes:
-        stage: contents number of the action's stage.
-        kept: number of microbatches between forward and backward, by contents number.
-        deferred: number of microbatches whose weight gradients are pending, by contents number.
+        kind: kind of the action.
+        stage: index of what the action's stage contains; stages with equal contents share an index.
+        kept: number of microbatches between forward and backward, for each such index.
+        deferred: number of microbatches whose weight gradients are deferred and pending, for each such index.
     """
 
     kind: Kind
@@ -30,11 +33,11 @@ class PeakMoment(NamedTuple):
 def peaks_of(row: Sequence[Action], chunks: Sequence[int]) -> tuple[PeakMoment, ...]:
     """Find a rank's peak moments.
 
-    A moment counts if no other with the same action kind and stage holds at least as much of everything.
+    A moment is left out if another one with the same action kind and stage has at least as large counts everywhere.
 
     Args:
         row: the rank's actions.
-        chunks: contents number of each chunk.
+        chunks: index of the contents (see `PeakMoment`) of each of the rank's model chunks.
     """
     kept, deferred = [0] * (max(chunks) + 1), [0] * (max(chunks) + 1)
     seen: dict[tuple[Kind, int], dict[PeakMoment, None]] = {}

@@ -1,14 +1,18 @@
 """Tensors that latent attention keeps between its norm and its output projection.
 
-Bytes per token on a rank: w bytes per element, n heads on the rank, c ranks per row, latents r_q and r, heads dn + dr and dv wide:
+Bytes per token of a rank, for w bytes per element, hidden size h, n heads on the rank, t tensor- and c context-parallel ranks,
+latent sizes r_q (queries) and r (keys and values), and head sizes dn + dr (queries, keys) and dv (values):
 
-    down           input w h /t, shared with queries that are made from it; output w (r_q + r + dr) /t; a number for each norm
-    q_up           input w r_q /t, or whole where gathered inputs are kept;  q  w n (dn + dr)
-    kv_up          input w r c: of whole rows, as they were gathered
-    k, v           w n (dn + dr) c each: kernels with one size of heads get v padded, and so is their output, w n (dn + dr)
-    blocks         v stays a part of what kv_up made, w n (dn + dv) c; explicit: a copy, w n dv c
+    down     input w h /t, which queries without a latent share; output w (r_q + r + dr) /t; one number for each norm
+    q_up     input w r_q /t, or w r_q if gathered inputs are kept
+    kv_up    input w r c, gathered over the context-parallel ranks
+    q, k     w n (dn + dr) and w n (dn + dr) c
+    v        with a fused kernel that needs equal head sizes: padded, w n (dn + dr) c, and then the padded output, w n (dn + dr)
+             with another fused kernel: kv_up's whole output, w n (dn + dv) c
+             with the kernel `explicit`: a copy, w n dv c
 
-/t applies with sequence parallelism. If attention is recomputed, q and w (r + dr) c are kept in place of everything after them.
+/t applies only with sequence parallelism. If attention's core is recomputed, q and the gathered latents, w (r + dr) c, are kept,
+and nothing from kv_up on.
 """
 
 from fractions import Fraction
@@ -29,7 +33,11 @@ BEHIND_LATENTS = {
 
 
 def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, is_core_again: bool) -> list[Term]:
-    """List latent attention's tensors; if its core is recomputed, its operands are kept in the form in which they arrived."""
+    """List latent attention's tensors.
+
+    Args:
+        is_core_again: attention's core is recomputed, so the gathered latents are kept, not the keys and values.
+    """
     part = "norm" if config.model.norms_before else ""
     own, q = at.w * at.h * at.shard, at.w * at.q
     terms = [
@@ -94,7 +102,10 @@ def _keeps_gathered(config: Config, at: Sizes) -> bool:
 
 
 def _pads_values(config: Config, mla: MLAConfig) -> bool:
-    """Whether the kernel gets values padded to the key size: all do but `blocks`, which `auto` takes for capped logits."""
+    """Whether a fused kernel gets values padded to the key size, because the two sizes differ.
+
+    Every fused kernel needs equal sizes except `blocks`, which `auto` chooses for capped logits.
+    """
     kernel = config.kernels.attention
     is_blocks = kernel == "blocks" or (kernel == "auto" and config.model.attention_softcap is not None)
     return mla.v_head_dim != mla.qk_head_dim and not is_blocks

@@ -1,6 +1,6 @@
 """Tensors that one transformer layer keeps for its backward, counted from the configuration alone.
 
-`triaxis.models.predict.activation_memory` explains the terms. A product keeps its input for its weight gradient.
+`triaxis.models.predict.activation_memory` explains the terms. A linear layer keeps its input to compute its weight gradient.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,10 +21,11 @@ from triaxis.models.predict.terms import Sizes, Term, column_input
 
 
 def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
-    """List the tensors that one transformer layer keeps if it is not recomputed as a whole.
+    """List the tensors of one transformer layer that is not recomputed as a whole; recomputed ones count 0 bytes.
 
     Args:
-        load: load of the rank's experts.
+        layer: index of the layer in the model.
+        load: rows that the rank's experts get, over the rows under balanced routing.
     """
     parts = config.recompute.parts_made_again
     terms = all_terms(config, sizes, layer_sort(config, layer), load, parts)
@@ -46,9 +47,12 @@ class LayerSort(NamedTuple):
 def all_terms(
     config: Config, sizes: ParallelSizes, sort: LayerSort, load: Fraction, parts: Collection[str] = ()
 ) -> list[Term]:
-    """List the tensors that a layer's parts keep.
+    """List the tensors that a layer keeps, including those that recomputation would replace.
 
-    If attention's core is among the recomputed `parts`, its operands are listed in the form in which they arrived.
+    Args:
+        load: rows that the rank's experts get, over the rows under balanced routing.
+        parts: recomputed parts of the layer. If `attention` is one, queries, keys and values are listed as attention's core
+            receives them; otherwise as the core keeps them, perhaps copied.
     """
     kind = sort.kind
     at, is_core_again = Sizes.of(config, sizes), "attention" in parts
@@ -89,7 +93,10 @@ def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
 
 
 def _behind_attention(config: Config, at: Sizes, mlp: Sequence[Term]) -> list[Term]:
-    """List the pre-MLP norm's terms and the MLP's. A parallel block shares attention's input, which counts once."""
+    """List the terms between attention and the last residual addition: the norm before the MLP, then the MLP.
+
+    In a parallel block, the first of these terms is the tensor that attention also keeps as its input, so it counts 0.
+    """
     model = config.model
     first, *others = [*(norm_terms(config, at, "mlp_norm") if model.norms_before else []), *mlp]
     is_whole = first.ours == at.w * at.h * at.shard
@@ -107,7 +114,11 @@ def norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
 def attention_part(config: Config, at: Sizes, kind: LayerKind, *, is_core_again: bool) -> list[Term]:
     """List the tensors between attention's norm and its output projection.
 
-    Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s.
+    The paper (2205.05198) counts, in bytes per token with hidden size h, a heads and sequence length s: 4 h for q and k, 2 h
+    for v, 2 a s for the softmax, a s for the dropout mask, 2 a s for the dropout's output.
+
+    Args:
+        is_core_again: attention's core is recomputed, so its operands are listed as the core receives them.
     """
     model = config.model
     is_fused = config.kernels.attention != "explicit"

@@ -1,4 +1,4 @@
-"""Tensors that multi-token-prediction (MTP) layers keep besides those that any layer keeps.
+"""Tensors that multi-token-prediction (MTP) layers keep in addition to those of any transformer layer.
 
 inputs [2 s(/t), b, h] --two norms--> [s(/t), b, 2 h] --projection--> a layer --norm--> head
 """
@@ -15,7 +15,10 @@ BEHIND_PROJECTION = {"mtp.projection": (INPUTS, "mtp.norms")}
 
 
 def joining_terms(config: Config, at: Sizes) -> list[Term]:
-    """List the tensors before the layer: embeddings and hidden states, their norms' statistics, the projection's input."""
+    """List the tensors that an MTP layer keeps before its transformer layer.
+
+    These are embeddings with hidden states, the statistics of both norms, and the projection's input.
+    """
     nothing, kind = Fraction(0), config.model.norm_kind
     both = 2 * at.w * at.h * at.shard
     number = 2 * (at.w if kind.statistics_dtype == "run" else at.acc) * at.shard
@@ -33,7 +36,7 @@ def deferred_joining(at: Sizes) -> list[Term]:
 
 
 def embedding_terms(config: Config, at: Sizes) -> list[Term]:
-    """List a word embedding's tensors."""
+    """List the tensors that a word embedding keeps: row indices, which rows the rank holds, and the dropout mask."""
     dropped, whole = at.h * at.shard, at.w * at.h * at.shard
     return [
         Term("embedding", "rows and which are held", Fraction(0), Fraction(INDEX_BYTES + 1)),

@@ -8,7 +8,7 @@ the part's tensors by the formula in `models/predict/activation_memory.py`. For 
     rope         q and k after rotation                     2.1
     activation   input of the down projection               3 (GELU: 2)
     mlp          gate and up: a GEMM                        h / FLOPS_PER_BYTE + ..
-    attention    scores and softmax                         hardly a gain where the kernel keeps no scores
+    attention    scores and softmax                         high: a fused kernel keeps no scores, so little is saved
     whole layer  all but its input
 
 A GEMM's cost grows with its inner width, an elementwise function's does not. So elementwise parts come first in wide models.
@@ -41,9 +41,9 @@ class Price:
     """The price of recomputing one part of a layer, per token.
 
     Attributes:
-        saved: bytes that are no longer kept.
-        moved: bytes read and written to recompute them.
-        flops: GEMM FLOPs to recompute them.
+        saved: bytes of the tensors that need not be kept if the part is recomputed.
+        moved: bytes read and written to recompute these tensors.
+        flops: GEMM FLOPs to recompute these tensors.
     """
 
     part: str
@@ -53,14 +53,15 @@ class Price:
 
     @property
     def per_byte(self) -> Fraction:
-        """Cost per saved byte."""
+        """Cost per saved byte, in bytes moved; FLOPs are converted by FLOPS_PER_BYTE."""
         return (self.moved + self.flops / FLOPS_PER_BYTE) / self.saved
 
 
 def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
     """Price the parts that save memory and are legal, cheapest per byte first.
 
-    `mlp` is priced on top of `activation`, which it includes. Inputs that sequence parallelism would gather again are no part.
+    Recomputing `mlp` includes `activation`, and the price of `mlp` covers only what it adds. Inputs that sequence parallelism
+    would gather again belong to no part.
     """
     plain = config.model_copy(update={"recompute": choice_for_layers(config.recompute)})
     kept = block_terms(plain, sizes, usual_layer(config))
@@ -89,7 +90,10 @@ def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str
 
 
 def usual_layer(config: Config) -> int:
-    """Choose the number of a layer that represents all: one with experts if most layers have them."""
+    """Return the index of a layer that represents all.
+
+    It is the first layer with experts if most layers have experts, else the first layer without.
+    """
     kinds = config.model.kinds
     with_experts = sum(kind.has_experts for kind in kinds)
     return next(layer for layer, kind in enumerate(kinds) if kind.has_experts == (2 * with_experts > len(kinds)))
@@ -129,7 +133,10 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
 
 
 def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
-    """List the parts in the order of choice, as long as the next part saves a byte for less than a whole layer would."""
+    """List the parts that are worth recomputing, cheapest per saved byte first.
+
+    The list ends before the first part whose saved byte costs more than one saved by recomputing the whole layer.
+    """
     plain = config.model_copy(update={"recompute": choice_for_layers(config.recompute)})
     kept = block_terms(plain, sizes, usual_layer(config))
     at = Sizes.of(config, sizes)
@@ -145,7 +152,7 @@ def worthwhile_parts(config: Config, sizes: ParallelSizes) -> list[str]:
 
 
 def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
-    """Compute the cost per token of a layer's forward."""
+    """Compute the cost of a layer's forward, in bytes moved per token."""
     at = Sizes.of(config, sizes)
     work = [_work(config, sizes, part) for part in PARTS]
     # The other GEMMs: qkv, proj, down; and two residual additions of three tensors each.
@@ -163,16 +170,17 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
 
 
 def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> RecomputeConfig:
-    """Build another choice for the layers; the choices for the head and for gathered tensors stay."""
+    """Build a `recompute` section with another choice for layers; its fields for the head and gathered tensors stay."""
     stays = {name: getattr(recompute, name) for name in ("head_tokens", "gathered_inputs", "gathered_kv")}
     return RecomputeConfig.model_validate({**stays, **choice})
 
 
 def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig]:
-    """Yield the choices of `recompute.granularity = auto` in order.
+    """Yield the choices that `recompute.granularity = auto` tries, in order.
 
     The first recomputes nothing. The next ones recompute more and more parts of every layer, cheapest first. The last ones
-    recompute more and more whole layers of every chunk, and those parts of the others; deferred weight gradients exclude these.
+    recompute more and more whole layers of every chunk, and all of these parts in the other layers. With deferred weight
+    gradients, no whole layers are recomputed.
     """
     yield choice_for_layers(config.recompute)
     parts = worthwhile_parts(config, sizes)

@@ -1,4 +1,4 @@
-"""A kept tensor as a term, and the widths from which terms are computed."""
+"""`Term`, one kept tensor's bytes per token, and the widths from which terms are computed."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +26,7 @@ class Term:
         paper: bytes per token on this rank in the paper's count; 0 if the paper has no such tensor.
         ours: bytes per token on this rank with this engine's kernels on the CPU; 0 if nothing is kept.
         part: layer part whose recomputation replaces it (`recompute.modules`); "" if there is none.
-        moves: it goes to the host when its layer is offloaded.
+        moves: the tensor moves to host memory if its layer is offloaded.
     """
 
     module: str
@@ -48,7 +48,7 @@ class Sizes:
         heads, kv_heads: query heads and key/value heads on this rank.
         q, kv, out, f: widths on this rank: queries, keys, attention's output, MLP.
         s, b: sequence length, and sequences per microbatch.
-        c: number of ranks that share a row.
+        c: number of context-parallel ranks, which share a sequence.
     """
 
     w: int
@@ -89,7 +89,7 @@ class Sizes:
 
 
 def tokens_of_microbatch(config: Config) -> int:
-    """Count the tokens that a rank multiplies in a microbatch."""
+    """Count a microbatch's tokens on one context-parallel rank: samples x sequence length / cp."""
     return config.train.micro_batch_size * part_length(config)
 
 
@@ -102,7 +102,11 @@ def recomputed_layers(config: Config, stage: StageContents) -> int:
 
 
 def column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:
-    """Count a column-parallel layer's input. An input kept as gathered is not `part`'s output, so `part` cannot recompute it."""
+    """Build the term of a column-parallel layer's input.
+
+    If the input is kept as a shard, the part named `part` computed it, and recomputing that part replaces it. If the gathered
+    input is kept, no part can recompute it.
+    """
     own, gathered = at.w * at.h * at.shard, Fraction(at.w * at.h)
     if config.recompute.gathered_inputs == "keep" and own != gathered:
         return Term(module, "input", own, gathered)

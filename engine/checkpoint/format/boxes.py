@@ -8,7 +8,7 @@ A rank owns a flat range in the row-major local box of a parameter (`layout/para
                                                                          x x x x
                                                                          x . . .    tail   [3:4,  8:9 ]   range 12..13
 
-Two layouts meet where their boxes intersect; any intersection is one strided copy.
+To load one layout's pieces into another layout, the loader intersects their boxes; each intersection is one strided copy.
 """
 
 import math
@@ -20,7 +20,8 @@ from triaxis.engine.layout.shard_spec import Box
 def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int]]:
     """Yield the global tensor's boxes that make up the flat range [start, stop) of the row-major `box`.
 
-    Each item is (part, start of the part in `box`, row-major), in order. A part is contiguous in `box`.
+    Each item is (part, start): a box that is contiguous in `box`, and the row-major index of its first element in `box`. Items are
+    in order.
     """
     assert 0 <= start <= stop <= math.prod(box_shape(box)), f"the range [{start}, {stop}) leaves the box {box}"
     if start == stop:

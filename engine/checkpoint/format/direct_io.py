@@ -21,10 +21,10 @@ from triaxis.engine.device.pinned_memory import aligned_buffer
 from triaxis.engine.storage.files import sync
 
 BLOCK_BYTES = 4096
-"""Unit of offsets, lengths and addresses: the largest sector of today's disks, and a page (`PAGE_BYTES`)."""
+"""Offsets, lengths and addresses are multiples of this: the largest sector of today's disks, and a page (`PAGE_BYTES`)."""
 
 STAGING_BYTES = 32 * 2**20
-"""Length of a staging buffer. A shorter one would fill before the disk has taken the previous one, and hashing would wait."""
+"""Length of a staging buffer. A shorter one would be full before the previous one is on the disk, and hashing would wait."""
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: in
 
     Args:
         path: path of the new file.
-        contents: 1-D uint8 tensors in host memory, consecutive in the file; iterated in a thread while blocks are written.
+        contents: 1-D uint8 tensors in host memory, consecutive in the file; a thread iterates over them while blocks are written.
         staging_bytes: length of each of the two buffers, a multiple of `BLOCK_BYTES`.
 
     Raises:
@@ -59,7 +59,7 @@ def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: in
 
 
 def _packed(contents: Iterable[torch.Tensor], staging_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield (buffer, filled bytes); every buffer is full except the last. Two buffers take turns."""
+    """Pack the contents into two alternating buffers; yield (buffer, filled bytes), where only the last may be partly filled."""
     buffers = [aligned_buffer(staging_bytes), aligned_buffer(staging_bytes)]
     filled = 0
     for content in contents:
@@ -123,7 +123,7 @@ def _retried(descriptor: int, call: Callable[[], int]) -> int:
 
 
 def one_ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """Yield the items; a thread makes each one while the caller uses the previous one."""
+    """Yield the items; a thread computes the next item while the caller uses the present one."""
     end = object()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-ahead") as thread:
         following = thread.submit(next, items, end)

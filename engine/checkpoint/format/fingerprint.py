@@ -1,12 +1,12 @@
 """A number that identifies weights and moments, whatever the layout.
 
-    fingerprint(kind) = sum over its tensors, rows r and columns c of (word[r, c] + golden) R(r) C(c)   mod 2^64
+    fingerprint(kind) = sum over the kind's tensors, rows r and columns c of (word[r, c] + golden) R(r) C(c)   mod 2^64
 
 `word` is an element's raw bits as a signed integer. For 8-byte elements, the upper half is folded into the lower half, since round
 numbers have only an upper half. A column is an index along the last dim; a row is the row-major index over all other dims.
-R and C are pseudo-random odd numbers: mix64(key(kind, name) + (index + 1) golden) | 1. This is multilinear hashing modulo a power
-of two (Lemire, Kaser, "Strongly universal string hashing is fast", 2014). Its coefficients factorise because tensors are cut into
-boxes.
+R and C are pseudo-random odd numbers: mix64(key(kind, name) + (index + 1) golden) | 1, with golden = GOLDEN. This is multilinear
+hashing modulo a power of two (Lemire, Kaser, "Strongly universal string hashing is fast", 2014). Each coefficient is a product
+R(r) C(c): tensors are cut into boxes, and a box then needs only one number per row and per column.
 
 An integer sum depends neither on order nor on layout. Factors are odd, so changing one element always changes the sum. Swapping
 elements, rows or tensors changes it too, except in one case in billions. Each element counts once, on the data-parallel owner in
@@ -25,20 +25,20 @@ from triaxis.engine.layout.shard_spec import Box
 from triaxis.engine.numerics.hashing import GOLDEN, SAME_SIZE_INTEGERS, key64, mix_words_, shift_right, unsigned
 
 _CPU_CHUNK_NUMEL = 2**15
-"""Elements per multiplication on a CPU: their 64-bit words fit into a core's cache."""
+"""Elements per multiplication on a CPU: this many 64-bit words fit into a core's cache."""
 _DEVICE_CHUNK_NUMEL = 2**24
 """Elements per multiplication on an accelerator: enough to keep it busy."""
 
 
 def range_fingerprint(values: torch.Tensor, name: str, kind: Kind, shape: tuple[int, ...], box: Box, start: int) -> int:
-    """Compute one flat range's part of the sum, in [0, 2^64).
+    """Compute what one flat range adds to the fingerprint, in [0, 2^64).
 
     Args:
-        values: 1-D, any float dtype: elements [start, start + numel) of the row-major `box`.
+        values: elements [start, start + numel) of the row-major `box`; 1-D, any float dtype.
         name, kind: name and kind of the tensor.
         shape: the tensor's logical global shape.
         box: part of the tensor that contains the range.
-        start: start of the range in the box.
+        start: index of the range's first element in the row-major `box`.
     """
     chunk_numel = _CPU_CHUNK_NUMEL if values.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
     parts = [part for part, _ in flat_boxes(box, start, start + len(values))]
@@ -62,7 +62,7 @@ def describe(fingerprints: Mapping[Kind, str]) -> str:
 def _weighted_sum(
     values: torch.Tensor, key: str, shape: tuple[int, ...], parts: Sequence[Box], chunk_numel: int
 ) -> int:
-    """Sum over the boxes that make up `values`, in order, on their device; in [0, 2^64)."""
+    """Compute the fingerprint sum over the boxes that make up `values`, in order, on the device of `values`; in [0, 2^64)."""
     bits = values.detach().view(SAME_SIZE_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     words = torch.empty(min(chunk_numel, len(bits)), dtype=torch.int64, device=bits.device)

@@ -2,13 +2,13 @@
 
     step_00001000/
         manifest.json            this file: the run's state, and place and hash of every piece of every tensor
-        manifest.sha256          its hash; `sha256sum -c manifest.sha256` checks it
+        manifest.sha256          hash of manifest.json; `sha256sum -c manifest.sha256` checks it
         rank_00000.safetensors   rank 0's part: one 1-D tensor per piece, named kind:name@index (index of its first element)
         rank_00001.safetensors   ..
 
 A piece is a flat range in the row-major local box of one parameter (see `boxes.py`). It is at most `PIECE_BYTES` long, which bounds
-its reader's memory. Nothing here is ever executed: JSON is parsed and validated field by field, tensors are raw bytes at stated
-offsets, and file names cannot leave the folder.
+a reader's memory. Nothing in a checkpoint is ever executed: JSON is parsed and validated field by field, tensors are raw bytes at
+stated offsets, and file names cannot leave the folder.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from triaxis.engine.storage.redaction import tree_without_secrets, without_secre
 from triaxis.engine.storage.state_files import read_regular
 
 FORMAT_VERSION = 1
-"""Raised when a reader for the old format could misread the new one. Every released format stays readable."""
+"""Version number, increased when a reader for the old format could misread the new one. Every released format stays readable."""
 
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
@@ -55,13 +55,13 @@ MOST_TOKENS = 2**60
 """Largest number of training tokens in a run."""
 
 MOST_MANIFEST_BYTES = 2**30
-"""Largest manifest that is read. About 200 bytes describe a piece of up to `PIECE_BYTES`, so 100 TB need 600 MB."""
+"""Largest manifest that is read. About 200 bytes describe a piece of up to `PIECE_BYTES`, so 100 TB of pieces need 600 MB."""
 
 PIECE_BYTES = 32 * 2**20
-"""Largest piece; it bounds a reader's memory."""
+"""Largest length of a piece; this bounds a reader's memory."""
 
 Kind = Annotated[StateKind, Field(pattern=f"^{KIND_PATTERN}$")]
-"""Exact weights (in fp32 and float64 the parameters themselves), an optimizer moment, or the weights' average."""
+"""Kind of saved values: exact weights (in fp32 and float64 the parameters), an optimizer moment, or the weights' average."""
 
 DType = Literal["bfloat16", "float16", "float32", "float64"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -86,7 +86,7 @@ class _Record(BaseModel):
 class Piece(_Record):
     """A flat range [start, stop) in the local box `box` of one tensor, at byte `offset` in its file.
 
-    `xxh3` is the hash of its bytes; `fingerprint` is its part of the sum defined in `fingerprint.py`.
+    `xxh3` is the hash of the piece's bytes; `fingerprint` is what the piece adds to the sum defined in `fingerprint.py`.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Piece(_Record):
 
 
 class DataFile(_Record):
-    """One tensor file with its pieces, by offset."""
+    """One tensor file and its pieces, in the order of their offsets."""
 
     name: FileName
     num_bytes: int = Field(ge=0)
@@ -117,14 +117,14 @@ class DataFile(_Record):
 
 
 class TensorInfo(_Record):
-    """A parameter: its logical global shape, and whether it is trained, so that it has optimizer moments and an average."""
+    """A parameter's logical global shape, and whether it is trained; only trained parameters have moments and an average."""
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
     is_trained: bool = True
 
 
 class Ancestor(_Record):
-    """A checkpoint that a run started from."""
+    """A checkpoint that a run started from, and what the run loaded from it."""
 
     path: str
     step: int
@@ -144,19 +144,19 @@ class TrainingState(_Record):
     """A run's state besides its tensors.
 
     Attributes:
-        step: optimizer steps made.
+        step: number of optimizer steps so far.
         consumed_samples, consumed_tokens: training data consumed so far; the sample count alone determines the next sample.
-        num_updates: updates in the moments (for Adam's bias correction).
+        num_updates: number of updates that the moments contain (for Adam's bias correction).
         lr: learning rate of the last step, for information; the schedule is a function of step and config.
         rng: the seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
-        loss_scale: loss scale for the next step; None if the dtype needs none, or if it is static.
-        data: token counts and hashes of the training data, by corpus.
+        loss_scale: loss scale for the next step; None if the dtype needs none, or if the loss scale is static.
+        data: fingerprints of the training data by part, the tokenizer's identity, and the end-of-document id.
         wandb_id: id of the wandb run.
         skipped: ranges [first, stop) of skipped sample ids (`engine/data/skipped.py`).
-        num_rollbacks: automatic returns to a checkpoint.
-        recent_losses: (step from 0, loss), as many as the next losses' limit needs; empty without a limit.
-        recent_grad_norms: (step from 0, gradient norm), as many as the next norms' limit needs; empty without a limit.
-        validation_is_due: the run stopped before the validation after `step` had its loss; the next attempt runs it first.
+        num_rollbacks: number of automatic returns to a checkpoint.
+        recent_losses: (step from 0, loss), as many as the limit on the next loss needs; empty without a limit.
+        recent_grad_norms: (step from 0, gradient norm), as many as the limit on the next norm needs; empty without a limit.
+        validation_is_due: whether the run stopped before the validation that follows `step`; the next attempt then begins with it.
     """
 
     step: int = Field(ge=0, le=MOST_STEPS)
@@ -176,18 +176,18 @@ class TrainingState(_Record):
 
     @classmethod
     def at_start(cls) -> "TrainingState":
-        """Return the state before the first step, with data and seed unknown, as for imported plain weights."""
+        """Return the state before the first step, without data and seed: the state of imported plain weights."""
         return cls(step=0, consumed_samples=0, consumed_tokens=0, num_updates=0, lr=0.0, rng={}, data={})
 
 
 class Manifest(_Record):
-    """A checkpoint without its tensors.
+    """The description of a checkpoint: everything except the tensors' values.
 
     Attributes:
         content: `training` (weights, moments and average, resumable) or `weights` (an import, to start from).
-        attempt: attempt that wrote it; with the step it orders checkpoints by age.
+        attempt: index of the run's attempt that wrote the checkpoint; attempt and step order checkpoints by age.
         layout: sizes, bucket bytes, threads, kernels, versions, device; a bit-identical resume needs the same layout.
-        fingerprint: fingerprint by kind, see `fingerprint.py`.
+        fingerprint: fingerprint by kind (`fingerprint.py`), as hexadecimal text.
         config: resolved configuration; an import has only its `model` section and tokenizer.
         lineage: checkpoints that the run started from, oldest first.
     """
@@ -218,20 +218,20 @@ class Manifest(_Record):
 
     @property
     def optimizer(self) -> OptimizerName:
-        """Optimizer whose state is saved; AdamW if the configuration names none (it was the only one)."""
+        """Optimizer whose state is saved. If the configuration names none, it is AdamW, once the only optimizer."""
         name: OptimizerName = self.config.get("optimizer", {}).get("name", "adamw")
         return name
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """State kinds of the trained tensors."""
+        """State kinds that are saved for each trained tensor; only the weights if `content` is `weights`."""
         if self.content != "training":
             return (MASTER,)
         own = (self.config.get("model", {}).get("extension") or {}).get("moments", ())
         return state_kinds(self.optimizer, tuple(own), has_ema=self.config.get("optimizer", {}).get("ema") is not None)
 
     def kinds_of(self, tensor: TensorInfo) -> tuple[StateKind, ...]:
-        """Return one tensor's state kinds."""
+        """Return the state kinds that are saved for one tensor; only the weights if it is not trained."""
         return self.kinds if tensor.is_trained else (MASTER,)
 
     @property
@@ -240,7 +240,7 @@ class Manifest(_Record):
 
     @cached_property
     def pieces_by_tensor(self) -> dict[tuple[str, Kind], list[tuple[int, Piece]]]:
-        """(file number, piece) for every tensor and kind."""
+        """For each tensor and kind: its pieces, as (index of the file in `files`, piece)."""
         index: dict[tuple[str, Kind], list[tuple[int, Piece]]] = {}
         for number, file in enumerate(self.files):
             for piece in file.pieces:
@@ -249,7 +249,7 @@ class Manifest(_Record):
 
     @property
     def num_parameters(self) -> int:
-        """Number of logical elements: padding is never saved."""
+        """Number of logical elements, without padding, which is never saved."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
@@ -333,7 +333,7 @@ def _hash_line(content: bytes) -> bytes:
 
 
 def _format_version(content: bytes) -> int | None:
-    """Find the version before anything else is parsed: every format has it near the beginning."""
+    """Find the format version without parsing the JSON: every format has the version near the beginning."""
     found = re.search(rb'"format_version"\s*:\s*(\d{1,9})\b', content[:4096])
     return int(found[1]) if found else None
 
@@ -344,7 +344,7 @@ def _first(error: ValidationError) -> str:
 
 
 def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """List all contradictions: sizes on disk, pieces outside their file or tensor, elements not saved exactly once."""
+    """List what contradicts the manifest: sizes on disk, pieces outside their file or tensor, elements not saved exactly once."""
     problems = []
     pieces: dict[tuple[str, Kind], list[Piece]] = {}
     misplaced: set[tuple[str, Kind]] = set()

@@ -1,13 +1,13 @@
 """Tensor files: written front to back and hashed on the way, read back piece by piece for any layout.
 
-A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so other tools can open it. The safetensors library
-serialises whole tensors in one call. With it there would be no hashing on the way, a second copy in memory, and no control over
-disk access.
+A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so other tools can open it. The safetensors library is
+not used, because it serialises whole tensors in one call: no hashing on the way, a second copy in memory, and no control over disk
+access.
 
     write_file   pieces -> rank_00003.safetensors, and its entry in the manifest
     load         manifest + targets of this layout -> each target filled from the pieces that intersect it
 
-A loader reads each piece it needs once, whole, into one of two reused buffers, checks its hash and copies the intersections.
+A loader reads each piece it needs once, whole, into one of two reused buffers, checks the hash and copies the intersections.
 Memory is bounded by two pieces in any layout. Consecutive pieces are read together, up to the size of one piece, because disks
 serve long requests faster than short ones.
 """
@@ -67,9 +67,9 @@ class Shard(Generic[V]):
     Attributes:
         name, kind: name and kind of the tensor.
         shape: the tensor's logical global shape.
-        box: local box that contains the range.
-        start: start of the range in the row-major box.
-        values: elements of the range; a tensor is 1-D and contiguous, on any device.
+        box: the rank's local box of the tensor, which contains the range.
+        start: index of the range's first element in the row-major box.
+        values: the range's elements; if this is a tensor, it is 1-D and contiguous, on any device.
     """
 
     name: str
@@ -163,9 +163,9 @@ def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
 
 
 class PieceReader:
-    """A reader for one checkpoint's pieces that checks their hashes; a context manager that holds open files.
+    """A reader for one checkpoint's pieces that checks the pieces' hashes; a context manager that holds open files.
 
-    Pieces are read into two buffers in turn.
+    Pieces are read into two buffers in turn, so the second read after a piece's own overwrites it.
 
     Args:
         folder: folder of the checkpoint.
@@ -186,7 +186,7 @@ class PieceReader:
         self._descriptors = {}
 
     def read(self, file: DataFile, piece: Piece) -> torch.Tensor:
-        """Read and check a piece's elements, 1-D; valid until the call after the next.
+        """Read and check a piece's elements, 1-D; the second call after this one overwrites them.
 
         Raises:
             CheckpointError: the file cannot be read, ends early, or differs from what was written.
@@ -194,7 +194,7 @@ class PieceReader:
         return self.check(file, piece, self.fetch(file, piece.offset, piece.num_bytes))
 
     def fetch(self, file: DataFile, offset: int, num_bytes: int) -> torch.Tensor:
-        """Read raw bytes, uint8, for one or several consecutive pieces; fewer if the file ends before.
+        """Read raw bytes, uint8 [num_bytes], for one or several consecutive pieces; fewer if the file ends early.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -281,7 +281,10 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A piece to read, its file's number, and its destinations."""
+    """A piece to read, the index of its file in the manifest, and its destinations.
+
+    An overlap is (target, (part of the piece, part of the target, their intersection as a global box)).
+    """
 
     file: int
     piece: Piece
@@ -311,7 +314,7 @@ def _wanted(
 def _fetched(
     reader: PieceReader, manifest: Manifest, wanted: Sequence[_Wanted]
 ) -> Iterator[list[tuple[_Wanted, torch.Tensor]]]:
-    """Yield each run of consecutive pieces in a file, with each piece's bytes."""
+    """Yield one list per run of consecutive pieces in a file: (piece, the piece's bytes) for each piece."""
     for run in _runs(wanted):
         first, last = run[0].piece, run[-1].piece
         raw = reader.fetch(manifest.files[run[0].file], first.offset, last.offset + last.num_bytes - first.offset)
@@ -335,7 +338,7 @@ def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One box of a range, and the position of its elements in the range's values."""
+    """One box of a flat range; its elements are `values[start:stop]` of the range."""
 
     box: Box
     start: int

@@ -16,7 +16,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     Attributes:
         path: folder of the checkpoint, step_<number>.
-        step: optimizer steps made before the checkpoint.
+        step: number of optimizer steps before the checkpoint was saved.
         config: the run's resolved configuration; an import has only its `model` section and tokenizer.
         shapes: tensor shapes by name, without vocabulary padding, which is never saved.
     """
@@ -59,9 +59,9 @@ def open_checkpoint(path: str | Path, weights: WhichWeights = "trained") -> Chec
 
     Args:
         path: a checkpoint, a folder of checkpoints (its latest is opened), or a run directory.
-        weights: `trained`, or `ema` for their moving average, if the run had `optimizer.ema`.
+        weights: `trained` for the trained weights, or `ema` for their moving average, which needs a run with `optimizer.ema`.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it lacks these weights.
+        CheckpointError: there is no checkpoint, or the checkpoint is damaged or has no moving average.
     """
     return Checkpoint(path, weights)

@@ -1,7 +1,9 @@
 """The search for the tokenizer, corpora and extension that a checkpoint names, even after a move.
 
-import    ../tokenizer.json        relative to the checkpoint's folder
-run       tok/tokenizer.json       as typed: relative to the folder where the run was started, or absolute
+A checkpoint records paths in one of two forms:
+
+    an import records    ../tokenizer.json      relative to the checkpoint's folder
+    a run records        tok/tokenizer.json     as typed: relative to the folder where the run was started, or absolute
 """
 
 from collections.abc import Iterator
@@ -24,7 +26,10 @@ END_OF_DOCUMENTS = "end of documents"
 
 
 def recorded_config(candidate: Candidate) -> dict[str, Any]:
-    """Return a checkpoint's configuration; if an extension's sources are gone or changed, it names the copy that the run keeps."""
+    """Return a checkpoint's configuration, with a usable path to its extension.
+
+    If the extension's sources are gone or changed, the configuration names the copy that the run keeps.
+    """
     config = dict(candidate.manifest.config)
     if (extension := (config.get("model") or {}).get("extension")) is not None:
         # runs/<name>/checkpoints/step_<number>
@@ -35,9 +40,9 @@ def recorded_config(candidate: Candidate) -> dict[str, Any]:
 def recorded_tokenizer(candidate: Candidate) -> str | None:
     """Find a checkpoint's own tokenizer, as a name for `load_tokenizer`: `bytes`, a path, or None if none is recorded.
 
-    A path is tried below the checkpoint, then below the current folder, then below each folder above the checkpoint. A run usually
-    lies below the folder where it was started. In this last search the file must have the recorded identity. A path that is not
-    found is returned as recorded, so that the error names it.
+    The recorded path is tried relative to the checkpoint, then to the current folder, then to each folder above the checkpoint,
+    since a run usually lies below the folder where it was started. In this last search the file must have the recorded identity.
+    A path that is not found is returned as recorded, so that the caller's error names it.
     """
     data = candidate.manifest.config.get("data", {})
     name = data.get("tokenizer")
@@ -59,13 +64,14 @@ def recorded_tokenizer(candidate: Candidate) -> str | None:
 def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
     """Return the spelling of `name` (itself, its folder or its file) that opens the tokenizer of a checkpoint's model.
 
-    The identity in the checkpoint decides. An identity of `bytes` proves nothing, because earlier versions assumed bytes if the
-    configuration had no tokenizer. Then the corpora's records decide, if found above the checkpoint or from the current folder.
+    The right tokenizer is the one whose identity the checkpoint records. An identity of `bytes` proves nothing, because earlier
+    versions assumed bytes if the configuration had no tokenizer. In that case the tokenizer must match the corpora's records, if
+    these are found above the checkpoint or from the current folder.
 
     Args:
         candidate: the model's checkpoint.
         name: name for `load_tokenizer`.
-        option: option that names another tokenizer in the user's command, for the message: `--tokenizer `.
+        option: option with which the user can name another tokenizer, for the message, such as `--tokenizer `.
 
     Raises:
         DataError: the tokenizer cannot be opened, or is another one.

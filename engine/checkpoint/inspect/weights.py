@@ -16,7 +16,7 @@ KINDS: Mapping[WhichWeights, Kind] = MappingProxyType({"trained": MASTER, "ema":
 
 
 def check_weights(candidate: Candidate, which: WhichWeights) -> None:
-    """Refuse a checkpoint that lacks these weights.
+    """Refuse a checkpoint that lacks the chosen weights.
 
     Raises:
         CheckpointError: the checkpoint has no moving average.
@@ -31,6 +31,6 @@ def check_weights(candidate: Candidate, which: WhichWeights) -> None:
 
 
 def kind_to_read(manifest: Manifest, name: str, which: WhichWeights) -> Kind:
-    """Return the state kind to read for a parameter; an untrained one has no average, so its value is read."""
+    """Return the state kind to read for a parameter; an untrained parameter has no average, so its weight is read."""
     kind, tensor = KINDS[which], manifest.tensors.get(name)
     return kind if tensor is not None and kind in manifest.kinds_of(tensor) else MASTER

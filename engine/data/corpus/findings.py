@@ -49,7 +49,7 @@ class InputPlace:
     where: str = ""
     """Line or row; empty for the whole file."""
     byte: int | None = None
-    """Byte offset of a line whose number is still unknown: finding it means counting the lines before it."""
+    """Byte offset of the line while its number is unknown; `with_line` finds the number by counting the lines before it."""
     detail: str = ""
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ def add_up(total: Tally, more: Mapping[str, LeftOut]) -> None:
 
 
 def is_allowed(tally: Mapping[str, LeftOut], on_bad: OnBad) -> bool:
-    """Whether a corpus with this tally could have been made under `on_bad`."""
+    """Whether `on_bad` allows the left-out input in this tally; `stop` allows only documents without text or tokens."""
     return on_bad == "skip" or not set(tally) - {BadInput.EMPTY_DOCUMENT, BadInput.EMPTIED_DOCUMENT}
 
 
@@ -131,10 +131,10 @@ class Vocabulary:
 
 
 class Reading(Findings):
-    """The findings in a piece that is being read, and the reading progress.
+    """The findings in a piece of input that is being read, and how far the reader is.
 
     Args:
-        on_bad: see `Findings`.
+        on_bad: `stop` or `skip`, as in `Findings`.
         vocabulary: ids allowed in inputs that hold tokens; None if the tokenizer is not trained yet.
     """
 
@@ -153,7 +153,7 @@ class Reading(Findings):
 
 
 def no_vocabulary() -> DataError:
-    """Build the error for token input from which a tokenizer should be trained."""
+    """Build the error for input that holds tokens although a tokenizer is to be trained on it."""
     return DataError(
         "--input holds tokens, but train-bpe learns from text: the ids would belong to a tokenizer that does not exist yet. "
         "Name the one that made them with --tokenizer."

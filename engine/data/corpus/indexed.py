@@ -4,9 +4,10 @@
     PREFIX.idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | num_sequences S u64 | num_document_indices D + 1 u64
                  | sequence_lengths   int32 [S]      tokens of each sequence
                  | sequence_pointers  int64 [S]      byte offset of each sequence in PREFIX.bin
-                 | document_indices   int64 [D + 1]  document d is the sequences document_indices[d] .. [d + 1] - 1
+                 | document_indices   int64 [D + 1]  number of document d's first sequence, for D documents; then S
 
-The `.idx` is renamed into place after the `.bin`, so a pair with an `.idx` is complete. Files from Megatron-LM, NeMo and gpt-neox
+Document d consists of sequences document_indices[d] to document_indices[d + 1] - 1; S is the number of sequences. The `.idx` is
+renamed into place after the `.bin`, so a pair with an `.idx` is complete. Files from Megatron-LM, NeMo and gpt-neox
 are read unchanged, and these programs read ours (tests/engine/data/corpus/test_indexed.py compares both with megatron-core). The
 whole index is checked at opening, because a wrong pointer would make a run train on noise.
 """
@@ -57,7 +58,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def _prefixes_near(name: str) -> list[str]:
-    """Guess the corpus prefixes that a wrong name meant: without its ending, without a trailing `/`, or inside that folder."""
+    """List the existing corpora that a wrong name may mean: without its ending or trailing `/`, or inside the folder it names."""
     stem = re.sub(r"(\.bin|\.idx|\.json)?/*$", "", name)
     below = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx")) if Path(name).is_dir() else []
     return [each for each in (stem, *below) if each != name and bin_path(each).is_file() and idx_path(each).is_file()]
@@ -69,7 +70,7 @@ def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class NamedCorpus(Protocol):
-    """A corpus with an `identity` that is equal under all its names."""
+    """A corpus whose `identity` stays equal if the corpus is named by a link or another spelling of its path."""
 
     prefix: str
 
@@ -148,7 +149,7 @@ class IndexedTokens:
         self._documents = index[pointers_end:].view("<i8")
 
     def _check_pointers(self) -> None:
-        """Check that sequences lie inside the `.bin`, the last one ends at its end, and documents are runs of sequences."""
+        """Check that sequences lie inside the `.bin` and reach its end, and that documents are consecutive runs of sequences."""
         size = self._bin_path.stat().st_size
         end = 0
         for start in range(0, len(self._lengths), CHECK_BLOCK_SEQUENCES):
@@ -233,7 +234,7 @@ class IndexedTokens:
         return self._blocks(first, last), self._lengths[first:last], ends
 
     def _blocks(self, first: int, last: int) -> Iterator[bytes]:
-        """Yield the bytes of sequences `first` to `last` - 1, reading runs that are contiguous in the file together."""
+        """Yield the bytes of sequences `first` to `last` - 1; sequences that adjoin in the file are read together."""
         pointers = self._pointers[first:last]
         stops = pointers + self._lengths[first:last].astype(np.int64) * self.dtype.itemsize
         breaks = (np.flatnonzero(pointers[1:] != stops[:-1]) + 1).tolist()
@@ -264,7 +265,7 @@ class IndexedTokens:
         return found
 
     def ids(self, most_tokens: int) -> tuple[int, int]:
-        """Find the smallest and largest among about `most_tokens` ids, sampled in evenly spaced stretches."""
+        """Find the smallest and the largest id in evenly spaced stretches of the `.bin`, about `most_tokens` ids in total."""
         length = -(-most_tokens // FINGERPRINT_SAMPLES)
         starts = np.linspace(0, max(0, len(self._tokens) - length), FINGERPRINT_SAMPLES, dtype=np.int64)
         found = [self._tokens[start : start + length] for start in starts]
@@ -330,8 +331,8 @@ def refuse_repeated(where: str, corpora: Sequence[NamedCorpus], harm: str) -> No
 class IndexedWriter:
     """A writer for one `.bin/.idx` pair; a context manager that leaves a complete pair or none.
 
-    An exception inside the `with` block removes the partial files. An older pair stays in place until the new one is complete. Its
-    `.idx` is removed first, so an old index never describes a new `.bin`.
+    An exception inside the `with` block removes the partial files. An older pair stays until the new one is complete. Then the old
+    `.idx` is removed before the new `.bin` replaces the old one, so an old index never describes a new `.bin`.
 
     Args:
         prefix: common path of the two files, without the ending, in an existing folder.
@@ -389,7 +390,8 @@ class IndexedWriter:
         Args:
             blocks: the sequences' bytes in order, cut anywhere.
             lengths: tokens per sequence, [sequences], each at most LONGEST_SEQUENCE.
-            document_ends: number of sequences up to each document's end, [documents], rising; None: each sequence is a document.
+            document_ends: number of added sequences up to each document's end, [documents], rising; None: each sequence is a
+                document.
         """
         first = len(self._lengths)
         for block in blocks:

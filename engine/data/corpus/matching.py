@@ -1,10 +1,13 @@
 """A corpus's tokenizer: found through its record, or compared with the tokenizer that a model or run uses.
 
-    PREFIX.json has the tokenizer's identity       one of the model's tokenizers must have it, or the corpus is refused
-    PREFIX.json from an earlier version, or none   vocabulary and ids are compared, and the result says that this is no proof
+What the record PREFIX.json has decides what is compared:
 
-A model would learn another tokenizer's ids as noise, and nothing else in a run would notice. A record names its tokenizer as it was
-typed for `triaxis prepare`, and the corpus may have moved since, so the identity decides which file is the recorded one.
+    the tokenizer's identity                       one of the model's tokenizers must have it, or the corpus is refused
+    no identity (an earlier version), or no file   vocabulary and ids are compared, and the result says that this is no proof
+
+Without this check, a model would learn another tokenizer's ids as noise, and no error would show it. The record has the
+tokenizer's name as typed for `triaxis prepare`, perhaps a relative path, and the corpus may have moved since. So a file counts as
+the recorded tokenizer only if its identity matches.
 """
 
 import shlex
@@ -26,7 +29,7 @@ from triaxis.engine.errors import DataError
 from triaxis.engine.program import triaxis
 
 MOST_IDS = 2**22
-"""Token ids examined per corpus."""
+"""Number of token ids examined per corpus, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,11 @@ class Match:
     """A model's tokenizer that matches a corpus.
 
     Attributes:
-        name: name for `load_tokenizer`.
-        tokenizer: open tokenizer.
-        corpus: open corpus.
+        name: tokenizer name for `load_tokenizer`.
+        tokenizer: opened tokenizer.
+        corpus: opened corpus.
         evidence: phrase that states what was compared.
-        is_proven: whether the corpus records this very tokenizer.
+        is_proven: whether the tokenizer's identity equals the one in the corpus's record.
     """
 
     name: str
@@ -53,7 +56,8 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
 
     Args:
         prefix: corpus path without an ending.
-        names: model's tokenizers for `load_tokenizer`, preferred one first; if empty, the corpus's recorded tokenizer is used.
+        names: names of the model's tokenizers for `load_tokenizer`, preferred one first; if empty, the tokenizer that the corpus
+            records is used.
         vocab_size: model vocabulary without padding.
         model: model name, for error messages.
 
@@ -88,9 +92,10 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
 
 
 def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
-    """Find the name that makes a run's tokenizer the one a corpus records: `name`, its folder, or a file in its folder.
+    """Find the spelling of a run's tokenizer `name` under which it is the tokenizer that a corpus records.
 
-    A tokenizer.json and its folder give the same ids, but may end documents differently.
+    `right_spelling` lists the spellings. They matter because a tokenizer.json and its folder give the same ids, but may end
+    documents differently.
 
     Raises:
         DataError: the tokenizer cannot be opened, or is not the recorded one.
@@ -131,10 +136,13 @@ def find_recorded(prefix: str, record: CorpusRecord) -> str:
 
 
 def right_spelling(name: str, is_right: Callable[[Tokenizer], bool]) -> str | None:
-    """Find the first tokenizer that `is_right` accepts: `name`, its folder, or the files in its folder; None if there is none.
+    """Find the first spelling of a tokenizer's name whose tokenizer `is_right` accepts; None if there is none.
+
+    The first spelling is `name`. If `name` is a tokenizer.json or tokenizer.model, the second is the file's folder; otherwise these
+    two files in the folder `name` come next.
 
     Raises:
-        DataError: none can be opened.
+        DataError: no spelling names a tokenizer that can be opened.
     """
     path, _ = split_name(name)
     if path.name in (TOKENIZER_JSON, SENTENCEPIECE):
@@ -145,7 +153,10 @@ def right_spelling(name: str, is_right: Callable[[Tokenizer], bool]) -> str | No
 
 
 def is_recorded(tokenizer: Tokenizer, record: CorpusRecord) -> bool:
-    """Whether a corpus records this tokenizer, regardless of which token ends documents."""
+    """Whether a corpus records this tokenizer, regardless of which token ends documents.
+
+    If the record has no identity (earlier versions), only the vocabulary sizes are compared.
+    """
     if not record.tokenizer_identity:
         return tokenizer.vocab_size == record.vocab_size
     return tokenizer.identity_with(record.eod_id) == record.tokenizer_identity
@@ -166,7 +177,7 @@ def _open(names: Sequence[str]) -> list[tuple[str, Tokenizer]]:
 
 
 def _recorded(prefix: str, corpus: IndexedTokens, record: CorpusRecord | None, model: str) -> Match:
-    """Match a model that came without a tokenizer to the one that its corpus records."""
+    """Match a model that has no tokenizer of its own to the tokenizer that the corpus records."""
     if record is None:
         raise DataError(
             f"neither {model} nor {prefix} has a tokenizer, so a run could neither compare tokenizers nor write text. Put the "

@@ -3,8 +3,9 @@
     data:
       train: [{path: "extension:memmap:data/tokens.npy", weight: 0.7}, {path: data/web, weight: 0.3}]
 
-The path names the corpus in `Extension.corpora`, and after a second colon its argument. The engine's own code makes orders,
-samples, blends, splits and the ledger of reads: `OwnCorpus` implements everything that this code needs from `IndexedTokens`.
+The path names the corpus in `Extension.corpora`, and after a second colon the argument to open it with. The engine builds orders,
+samples, blends, splits and the ledger of reads as for other corpora: `OwnCorpus` implements everything that they need from
+`IndexedTokens`.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ class OwnCorpus:
         documents: object that the extension opened.
 
     Raises:
-        DataError: the corpus has no tokens, or its lengths are not one count >= 0 per document.
+        DataError: the corpus has no tokens, or `documents.lengths()` is not one integer >= 0 per document.
     """
 
     def __init__(self, prefix: str, documents: DocumentsPart) -> None:
@@ -49,7 +50,7 @@ class OwnCorpus:
 
     @property
     def cache_dir(self) -> Path:
-        """Folder for cached orders: beside the path in the argument, else in the working folder."""
+        """Folder for cached orders: ARGUMENT.cache if the path has an argument, else NAME.cache in the working folder."""
         name, _, argument = self.prefix.removeprefix(OWN_CORPUS).partition(":")
         return Path(f"{argument or name}.cache")
 

@@ -14,7 +14,7 @@ class ReadOptions:
 
     Attributes:
         text_key: JSON field or parquet column that holds the document; dots enter nested fields.
-        format: name in `readers.FORMATS`; None: chosen by the file name's ending.
+        format: name in `FORMATS` (`launch/prepare/readers`); None: the file name's ending decides.
         separator: text between two documents in a file; None: the file is one document.
         max_document_bytes: size limit; a longer document is bad input, since a worker holds a document and its ids in memory.
     """
@@ -30,7 +30,7 @@ AS_NAMED = ReadOptions()
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file as it was found; size and mtime stand for the content, which may be terabytes."""
+    """An input file; its size and mtime show whether it has changed, since hashing terabytes would take too long."""
 
     path: Path
     size: int
@@ -56,7 +56,7 @@ class Piece:
 
 
 Unit = tuple[Piece, ...]
-"""Pieces that one worker encodes into one part."""
+"""Pieces that one worker encodes into one part of the corpus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,5 +91,5 @@ def field_of(value: Any, key: str) -> Any:
 
 
 def share(num_bytes: int, number: int, count: int) -> int:
-    """Compute part `number`'s bytes if a file counts as `count` equal parts."""
+    """Compute the bytes of part `number`, from 0, if `num_bytes` bytes are divided into `count` equal parts."""
     return num_bytes * (number + 1) // count - num_bytes * number // count

@@ -33,7 +33,7 @@ class CorpusRecord:
     bin_sha256: str
     idx_sha256: str
     request: str
-    """Digest over inputs, tokenizer and key; equal for equal corpora."""
+    """`request_digest` of inputs, options and tokenizer; equal if a corpus is prepared again from the same ones."""
     tokenizer_identity: str = ""
     """`Tokenizer.identity`; empty in records from earlier versions."""
     append_eod: bool = True
@@ -41,9 +41,9 @@ class CorpusRecord:
     text_size: int = 0
     """`Tokenizer.text_size`; 0 in records from earlier versions."""
     num_unknown_tokens: int = 0
-    """Tokens with the tokenizer's unknown id; 0 if they were not counted."""
+    """Number of tokens with the tokenizer's unknown id; 0 if they were not counted."""
     left_out: dict[str, Any] = field(default_factory=dict)
-    """Kind of left-out input -> its `count` and first `places`; documents without text are included."""
+    """Map from each kind of left-out input (`BadInput`) to its `count` and first `places`; includes documents without text."""
 
     @property
     def num_embeddings(self) -> int:
@@ -71,7 +71,7 @@ def read_record(prefix: str) -> CorpusRecord | None:
     """Read a corpus's record; None if it has none (prepared by Megatron's tools, or unfinished).
 
     Raises:
-        DataError: PREFIX.json is some other file, which must not be replaced.
+        DataError: PREFIX.json is damaged, or some other file that must not be replaced.
     """
     path = record_path(prefix)
     if not path.exists():

@@ -16,7 +16,7 @@ class SentencePieceTokenizer:
 
     Args:
         path: path to the .model file.
-        eod_token: end-of-document token; None: the model's eos, else the first name in END_OF_DOCUMENT_NAMES that it has.
+        eod_token: end-of-document token; None: the model's eos, else the first name in END_OF_DOCUMENT_NAMES that the model has.
 
     Raises:
         DataError: the package sentencepiece is missing, the file is not such a model, or it has no end-of-document token.
@@ -42,7 +42,7 @@ class SentencePieceTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Compute the identity with another end-of-document id."""
+        """Compute the identity that this tokenizer would have with another end-of-document id."""
         return hashlib.sha256(f"{self._sha256} {eod_id}".encode()).hexdigest()
 
     def _id_of(self, name: str) -> int | None:

@@ -1,9 +1,9 @@
 """Python's standard-library sources as a real text that every machine has, and the entropies of a text.
 
-    <stdlib>/**/*.py, sorted, up to `max_bytes`  -->  files in an order that their names' hashes give  -->  prepare
+    <stdlib>/**/*.py, sorted, up to `max_bytes`  -->  files ordered by the hashes of their names  -->  prepare
 
-Files are sorted first, so that the same Python gives the same files. Then they are shuffled: a split by documents holds back the
-last ones, and alphabetical order would make those unlike the rest (encodings, idlelib, tests).
+Files are sorted first, so that the same Python gives the same files. Then their order is shuffled by the hashes. A split by
+documents holds back the last files, and in alphabetical order these would be unlike the rest (encodings, idlelib, tests).
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def entropies(
 ) -> Entropies:
     """Compute a corpus's entropies from its token frequencies (Shannon 1948, H(X) and H(X_t | X_{t-1})), in nats per token.
 
-    They are exact for the counted text. For other text they are a little too low, increasingly so with a larger vocabulary.
+    The entropies are exact for the counted text. For other text they are a little too low, more so with a larger vocabulary.
 
     Args:
         tokens: corpus, or its tokens, integers [n].

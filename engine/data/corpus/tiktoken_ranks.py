@@ -1,7 +1,7 @@
 """Tokenizers for the tiktoken library's rank files.
 
-    cl100k_base.tiktoken            a line per token, "IQ== 0": its bytes in base64, and its rank, which is its id
-    cl100k_base.tiktoken:PATTERN    PATTERN cuts a text before it is merged: a name of PATTERNS, or a regular expression
+    cl100k_base.tiktoken            a line per token, "IQ== 0": the token's bytes in base64, and its rank, which is its id
+    cl100k_base.tiktoken:PATTERN    PATTERN cuts a text before bytes are merged: a name in PATTERNS, or a regular expression
 
 The file does not contain the pattern, and another pattern gives other ids. So the pattern must be named, unless the file name
 begins with a name from PATTERNS. Special tokens are not in the file either. PATTERNS lists them for each named encoding. If one of
@@ -25,11 +25,11 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression that cuts text, and the special tokens that end a document."""
+    """A regular expression that cuts text, and the special tokens that may end a document."""
 
     regex: str
     ends: Mapping[str, int]
-    """Ids of the end tokens, which the rank file does not contain."""
+    """Special tokens and their ids, which the rank file does not contain."""
 
 
 # Expressions and ids come from tiktoken_ext/openai_public.py; for Llama 3, from models/llama3/tokenizer.py.
@@ -67,10 +67,11 @@ class TiktokenTokenizer:
         path: path to the rank file.
         pattern: name in PATTERNS or a regular expression; None: the name that the file name begins with. With a regular
             expression, `<|endoftext|>` is the first id after the ranks.
-        eod_token: end-of-document token; None: the first name in END_OF_DOCUMENT_NAMES that it has.
+        eod_token: end-of-document token; None: the first name in END_OF_DOCUMENT_NAMES among the pattern's special tokens.
 
     Raises:
-        DataError: the package tiktoken is missing, the file holds no ranks, no pattern is known, or there is no such token.
+        DataError: the package tiktoken is missing, the file holds no ranks, no pattern is known, or there is no end-of-document
+            token.
     """
 
     json_file: Path | None = None
@@ -110,7 +111,7 @@ class TiktokenTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Compute the identity with another end-of-document id."""
+        """Compute the identity that this tokenizer would have with another end-of-document id."""
         return hashlib.sha256(f"{self._content} {eod_id}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:

@@ -42,15 +42,18 @@ class Tokenizer(Protocol):
     vocab_size: int
     """Largest id + 1."""
     text_size: int
-    """Largest id in any text or at a document's end, + 1: the number of embeddings a model needs. Special tokens may exceed it."""
+    """1 + the largest id in encoded text or at a document's end: the number of embeddings a model needs.
+
+    Ids of other special tokens may be larger.
+    """
     eod_id: int
     """End-of-document id."""
     unknown_id: int | None
     """Id for text that the tokenizer does not know; None if it can encode every text."""
     identity: str
-    """Hexadecimal sha256 over everything that decides the ids; equal if two tokenizers encode alike."""
+    """Hexadecimal sha256 over everything that decides the ids; tokenizers with equal identities give equal ids."""
     json_file: Path | None
-    """Path to its tokenizer.json, which other libraries read; None if it has none."""
+    """Path to the tokenizer.json, which other libraries read; None if the tokenizer has another form."""
 
     def identity_with(self, eod_id: int) -> str:
         """Compute this tokenizer's identity with another end-of-document id."""
@@ -61,7 +64,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Encode each text as `encode` does."""
+        """Convert several texts to ids, one list per text, without any special token."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -100,10 +103,10 @@ class JsonTokenizer:
 
     Args:
         path: its .json file, or a transformers folder with a tokenizer.json.
-        eod_token: end-of-document token; None: the folder's eos_token, else the first name in END_OF_DOCUMENT_NAMES that it has.
+        eod_token: end-of-document token; None: the folder's eos_token, else the tokenizer's first one in END_OF_DOCUMENT_NAMES.
 
     Raises:
-        DataError: the file does not exist or is not a tokenizer, or it has no end-of-document token.
+        DataError: the file does not exist or is not a tokenizer, or the tokenizer has no end-of-document token.
     """
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
@@ -125,7 +128,7 @@ class JsonTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Compute the identity with another end-of-document id."""
+        """Compute the identity that this tokenizer would have with another end-of-document id."""
         return hashlib.sha256(" ".join([self._sha256, str(eod_id), *self._added]).encode()).hexdigest()
 
     def id_of(self, token: str) -> int | None:
@@ -134,7 +137,7 @@ class JsonTokenizer:
         return found
 
     def tokens_of_no_text(self) -> list[str]:
-        """List the tokens that the library itself would add to a text."""
+        """List the special tokens that the library by default adds to every text: its encoding of an empty text."""
         tokens: list[str] = self._tokenizer.encode("").tokens
         return tokens
 
@@ -241,7 +244,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> str | None:
-    """Check that a tokenizer.json is readable, and that a model with `vocab_size` embeddings has one for every id in text.
+    """Check that a tokenizer.json is readable and that every id in encoded text is below `vocab_size`, the model's embeddings.
 
     Returns:
         A note about special tokens without an embedding, such as Gemma 3 1B's image tokens; None if there are none.
@@ -297,7 +300,7 @@ def _unknown_id(tokenizer: Any) -> int | None:
 
 
 def _text_size(tokenizer: Any) -> int:
-    """Compute the largest id in encoded text, + 1: text is never encoded to an added special token."""
+    """Compute 1 + the largest id in encoded text; added special tokens do not count, since no text is encoded to them."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     never = special - tokenizer.get_vocab(with_added_tokens=False).keys()
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -306,14 +309,14 @@ def _text_size(tokenizer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """A kind of tokenizer."""
+    """One form in which a tokenizer may be given, and how to recognise and open it."""
 
     shown: str
-    """Description for messages: how to name this kind."""
+    """Description of the form, for messages."""
     fits: Callable[[Path, str | None], bool]
-    """Predicate over a path and the pattern after its colon: whether they name this kind."""
+    """Predicate over a path and the pattern after its colon: whether they name a tokenizer in this form."""
     open: Callable[[Path, str | None, str | None], Tokenizer]
-    """Function that opens it, from a path, a pattern and an end-of-document token."""
+    """Function that opens the tokenizer, from a path, a pattern and an end-of-document token."""
 
 
 KINDS = (

@@ -2,11 +2,11 @@
 
     torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums; block scales
                only on GPUs (`block_product.py`)
-    te         Transformer Engine's GEMM (cuBLASLt): fp32 sums, which it adds to the main grads itself
+    te         Transformer Engine's GEMM (cuBLASLt): fp32 sums; for weight gradients the GEMM itself adds them to the main grads
     emulated   plain operators on the rounded numbers, in the accumulation dtype, on any device: the reference for the others
 
 The emulation multiplies the same numbers as the other backends, because FP8 values and power-of-two scales are exact in the wider
-dtype. A whole-tensor scale is applied to the sums, as in a GEMM's epilogue.
+dtype. If a tensor has one scale, it multiplies the sums, as in a GEMM's epilogue.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Fp8:
         recipe: formats and scales.
         backend: implementation that computes the products.
         te: Transformer Engine, if it is the backend, else None.
-        fusion: runner for all other functions: amax, rounding, transposition.
+        fusion: runner for the functions other than the products: amax, rounding, transposition.
     """
 
     recipe: Recipe
@@ -85,7 +85,7 @@ class Fp8:
     def add_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, dtype: torch.dtype, *, overwrite: bool
     ) -> None:
-        """Compute total [m, n] += A B^T (`overwrite`: =), summed in the accumulation dtype for `dtype`, the run's dtype."""
+        """Compute total [m, n] += A B^T, or assign it if `overwrite`; the sum is in the accumulation dtype of the run's `dtype`."""
         if self.te is not None:
             a, b = self._in_rows(a), self._in_rows(b)
             self.te.add_fp8_product(total, a, b, overwrite=overwrite, is_tensorwise=self.recipe.is_tensorwise)
@@ -98,7 +98,7 @@ class Fp8:
         return quantise(x, into, block, has_powers=self.recipe.has_powers, largest=largest, fusion=self.fusion)
 
     def _in_rows(self, matrix: Quantised) -> Quantised:
-        """Make a matrix's rows contiguous; X^T and dY^T are views of saved bytes, so their rows are not."""
+        """Copy a matrix to contiguous rows, unless it has them. X^T and dY^T, which are views of saved bytes, do not."""
         values = matrix.values
         if values.is_contiguous():
             return matrix
@@ -161,7 +161,7 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
 
 
 def _no_blocks(recipe: Recipe, device: torch.device) -> str:
-    """Explain why torch's GEMM lacks the recipe's block scales on a device; "" if it may have them."""
+    """Explain why torch's GEMM cannot use the recipe's block scales on a device; "" if nothing speaks against them."""
     if not has_block_gemm():
         return f"torch {torch.__version__} has no GEMM with scales of blocks; 2.10 is the first"
     if device.type != "cuda":
@@ -183,7 +183,8 @@ def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
     """Run a layer's three products on small matrices in which every block has a different scale.
 
     Raises:
-        ValueError: a product differs from the emulation by more than rounding, as it would if scales were read in another order.
+        ValueError: a product differs from the emulation by more than rounding, for example because the backend reads the scales in
+            another order.
     """
     side = 2 * BLOCKS["blockwise"]
     places = torch.arange(side, device=device)

@@ -6,9 +6,10 @@
     mxfp8        1 x 32 along the contraction   1 x 32                  e4m3                a power of two
 
 Activations and weights are in e4m3 (3 mantissa bits, at most 448); e5m2 has 2 mantissa bits and at most 57,344 (2209.05433, table
-1). `tensorwise` is current scaling: the scale comes from the tensor itself, not from its history. `blockwise` is DeepSeek-V3's
-(2412.19437, section 3.3.2), with scales rounded to powers of two, so that scaling loses no bit. `mxfp8` is the OCP Microscaling
-format (2310.10537) with stored (inverse) scales rounded up (2506.08027), so that no value exceeds the format's largest number.
+1). `tensorwise` is current scaling: the scale is computed from the tensor's present values, not from those of earlier steps.
+`blockwise` is DeepSeek-V3's (2412.19437, section 3.3.2), with scales rounded to powers of two, so that scaling loses no bit.
+`mxfp8` is the OCP Microscaling format (2310.10537) with stored (inverse) scales rounded up (2506.08027), so that no value exceeds
+the format's largest number.
 
 Each of a layer's GEMMs computes A B^T from two matrices that are quantised along their rows, the contracted dim:
 
@@ -62,7 +63,7 @@ class Recipe:
     """Operand formats and scales.
 
     Attributes:
-        gradient: output gradients' format; inputs and weights are in e4m3.
+        gradient: format of output gradients; inputs and weights are always in e4m3.
         activation_block: (rows, columns) in inputs or gradients that share a scale; None for the whole tensor.
         weight_block: (rows, columns) in a weight that share a scale; None for the whole tensor.
         has_powers: whether scales are rounded down to powers of two.
@@ -114,19 +115,20 @@ class Quantised:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Compute a tensor's largest absolute value, a scalar in the scales' dtype; a function for `Fusion`."""
+    """Compute a tensor's largest absolute value, a scalar in the scales' dtype; `Fusion` can compile it."""
     return x.abs().amax().to(SCALE_DTYPE)
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Copy a matrix to contiguous rows, as a GEMM reads them; a function for `Fusion`."""
+    """Copy a matrix to contiguous rows, as a GEMM reads them; `Fusion` can compile this function."""
     return x.contiguous()
 
 
 def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> torch.Tensor:
     """Compute the factor that maps numbers up to `largest` (any shape, in the scales' dtype) to a format's range.
 
-    It is 1 for `largest` = 0 and finite for tiny values. An infinity or NaN in `largest` stays visible in the quantised matrix.
+    The factor is 1 for `largest` = 0 and finite for tiny values. An infinity or NaN in `largest` stays visible in the quantised
+    matrix.
     """
     if not has_powers:
         scale = (into.largest / largest).clamp(max=torch.finfo(SCALE_DTYPE).max)
@@ -156,7 +158,7 @@ def quantise(
         block: (rows, columns) that share a scale; None for the whole matrix.
         has_powers: whether scales are rounded down to powers of two.
         largest: amax over the whole tensor if it has one scale; None to compute it from this matrix, or per block.
-        fusion: runner for the function; compiled, it writes each FP8 number once, in contiguous rows.
+        fusion: runner for the rounding; if compiled, each FP8 number is written once, in contiguous rows.
     """
     kernel = fusion(round_to_fp8, variant=(*x.shape, *x.stride(), x.dtype, into, block, has_powers))
     return Quantised(*kernel(x, largest, into, block, has_powers))
@@ -169,7 +171,7 @@ def round_to_fp8(
     block: tuple[int, int] | None,
     has_powers: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `Quantised`'s fields, with contiguous values; a function for `Fusion`, with arguments as in `quantise`."""
+    """Compute `Quantised`'s fields, with contiguous values; arguments as in `quantise`. `Fusion` can compile it."""
     rows, columns = x.shape
     # Block (i, j) is blocks[i, :, j, :], so one reduction over dims 1 and 3 gives all scales.
     r, c = block or (rows, columns)
@@ -189,11 +191,11 @@ def is_bytes(x: torch.Tensor) -> bool:
 
 
 def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion) -> Quantised:
-    """View bytes [rows, columns] as FP8 numbers in format `into`; the tensor's only scale comes from its amax `largest`."""
+    """View bytes [rows, columns] as FP8 numbers in format `into`, with one scale, computed from the tensor's amax `largest`."""
     assert largest is not None, "numbers that share no scale are not kept as bytes"
     return Quantised(x.view(into.dtype), fusion(inverse_of, variant=into)(largest, into))
 
 
 def inverse_of(largest: torch.Tensor, into: Fp8Format) -> torch.Tensor:
-    """Compute the factor [1, 1] from FP8 to real values for a tensor with amax `largest`: a function for `Fusion`."""
+    """Compute the factor [1, 1] from FP8 to real values for a tensor with amax `largest`; `Fusion` can compile it."""
     return scale_of(largest.view(1, 1), into, has_powers=False).reciprocal()

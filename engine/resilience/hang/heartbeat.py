@@ -2,19 +2,19 @@
 
     executor, training loop, ledger  ->  Heartbeat  ->  320 bytes in /dev/shm  ->  any process of the node, at any time
 
-A beat is a few stores into mapped memory: no system call, no clock, no lock. A reader only looks for a change and needs no sequence
-of states, so a half-finished write does no harm.
+A beat is a few stores into mapped memory: no system call, no clock, no lock. A reader only checks whether anything has changed, so
+a half-finished write does no harm.
 
-The file is written once before it is mapped. A store into a page that /dev/shm has no room for ends the process with SIGBUS. A
-write fails with an error instead, and the rank uses the folder for temporary files. Docker gives all processes together 64 MB in
-/dev/shm.
+The file is written once before it is mapped. If /dev/shm has no room for a page, a store into the page ends the process with
+SIGBUS, but a write fails with an error; the rank then uses the folder for temporary files. By default, Docker gives all of a
+container's processes together 64 MB in /dev/shm.
 
-    words (int64)    0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
+    index of int64   0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
                      10 building  11 built
-    texts            128.. part   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
+    byte of text     128.. part   160.. op   192.. axis   224.. purpose, each padded with zeros
 
-`step` counts from 1. `position` is the running action's number in the rank's schedule, from 1; 0 if none runs. (It counts actions
-and not instructions, because programs with early and with late receives share their actions.)
+`step` counts from 1. `position` is the running action's number in the rank's schedule, from 1; 0 if none runs. (Actions are
+counted, not instructions, because programs with early and with late receives have the same actions.)
 """
 
 import errno
@@ -40,7 +40,7 @@ from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
 from triaxis.engine.storage.state_files import read_regular
 
 LAYOUT = 0x0154_5249_4158_0002
-"""First word in the file: the file's kind and the layout of its words."""
+"""First word in the file: a magic number, and the version of the words' layout."""
 
 SIZE = 320
 _WORDS = (
@@ -58,16 +58,16 @@ class Beat:
     """A rank's activity at one moment.
 
     Attributes:
-        beats: number of activity changes; equal numbers mean that the rank does not move.
+        beats: number of activity changes; if it is equal at two moments, the rank has not moved.
         step: step, counted from 1; 0 before the first.
         part: part of the training loop; "" before the first.
-        position: the running action's number in the rank's schedule, from 1; 0 if none runs.
-        op, axis, purpose: labels of the call that the rank waits for; "" if it waits for none.
+        position: the running action's number in the rank's schedule, from 1; 0 if no action runs.
+        op, axis, purpose: labels of the call that the rank waits for; "" if it waits for no call.
         peer: axis index of the other end in a send or receive; NO_PEER for a collective.
         begun: number of steps that this process has begun.
-        started: start time of this process, in milliseconds since the epoch; with `pid`, it identifies the process.
-        building: 1 while the rank's loader builds an epoch's order, or waits for its node's process that does.
-        built: number of pieces built so far; another thread counts it than `beats`.
+        started: start time of this process, in milliseconds since the epoch; together with `pid` it identifies the process.
+        building: 1 while the rank's loader builds an epoch's order, or waits for another process on its node to build it.
+        built: number of the order's pieces built so far. The loader's thread counts it, and another thread `beats`.
     """
 
     rank: int
@@ -92,7 +92,7 @@ class Beat:
 
 
 def folders_of(run: Path) -> list[Path]:
-    """List the folders in which a run's ranks on this node may keep their heartbeats, the best one first.
+    """List the folders in which a run's ranks on this node may keep their heartbeats, the preferred one first.
 
     All ranks on a node get the same folders, so each finds the others' files.
     """
@@ -108,7 +108,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder is this user's directory and no other user may write to it; False if nothing is there."""
+    """Whether the path is this user's directory to which no other user may write; False if nothing is there."""
     try:
         found = folder.lstat()
     except OSError:
@@ -117,7 +117,11 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _must_be_ours(folder: Path) -> None:
-    """Refuse a folder that another user could change: /dev/shm is open to all, and the folder's name can be guessed."""
+    """Refuse a folder that another user could change: /dev/shm is open to all, and the folder's name can be guessed.
+
+    Raises:
+        TriaxisError: the path is a link, or another user owns it or may write to it.
+    """
     if _is_ours(folder):
         return
     found = folder.lstat()
@@ -132,16 +136,16 @@ class Heartbeat(StepWatcher):
     """This rank's heartbeat, which follows its steps and its waits (`triaxis.engine.comm.ledger.WaitObserver`).
 
     Args:
-        folders: candidate folders, from `folders_of`; the file is in the first that has room for it. Files that an earlier
-            attempt has left for this rank are removed.
+        folders: candidate folders, from `folders_of`; the file is in the first one that has room. Files that an earlier attempt has
+            left for this rank are removed.
 
     Attributes:
         path: heartbeat file.
-        passed_over: reasons why earlier folders than the file's were not taken, one phrase each.
+        passed_over: why the folders before the chosen one could not be used, one phrase each.
 
     Raises:
-        NoRoomError: no folder takes the file.
-        TriaxisError: a folder is not this user's alone.
+        NoRoomError: the file could not be created in any folder.
+        TriaxisError: another user owns a folder or may write to it.
     """
 
     def __init__(self, folders: Sequence[Path], rank: int, attempt: int) -> None:
@@ -170,7 +174,7 @@ class Heartbeat(StepWatcher):
         self._num_actions = 0
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part; the first part also begins a step."""
+        """Record that the loop enters `part`; the first part also begins a step."""
         if part == FIRST:
             self._words[_STEP] += 1
             self._words[_BEGUN] += 1
@@ -179,11 +183,11 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def begin(self, steps_made: int) -> None:
-        """Count steps from `steps_made`."""
+        """Set the number of completed steps to `steps_made`."""
         self._words[_STEP] = steps_made
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """Follow the executor to its next instruction, and count its actions."""
+        """Record that the executor begins `instruction`, and count actions; None after the last instruction."""
         if isinstance(instruction, Action):
             self._num_actions += 1
         elif instruction is None:
@@ -192,7 +196,7 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
-        """Write nothing: a rank hangs in a wait, not in a post."""
+        """Do nothing: a rank hangs in a wait, not in a post."""
 
     def wait_begins(self, posted: Event) -> None:
         """Record the call that the rank waits for."""
@@ -217,10 +221,10 @@ class Heartbeat(StepWatcher):
         self._words[_BUILDING] = 0
 
     def read_begins(self, mark: Event) -> None:
-        """Write nothing: while the host reads, the device waits for a call that was recorded before."""
+        """Do nothing: while the host reads, the device waits for a call that is already recorded."""
 
     def read_ends(self) -> None:
-        """Write nothing."""
+        """Do nothing."""
 
     def read(self) -> Beat:
         """Read this rank's own beat, as another process would."""
@@ -232,7 +236,7 @@ class Heartbeat(StepWatcher):
         return next((beat for beat in beats if beat is not None and beat.attempt == attempt), None)
 
     def remove(self, rank: int) -> None:
-        """Remove what an ended rank on this node has left in this user's folders."""
+        """Remove the file of an ended rank on this node, and the folders that are then empty."""
         self._unlink(rank)
         for folder in filter(_is_ours, self._folders):
             with suppress(OSError):
@@ -257,11 +261,11 @@ class Heartbeat(StepWatcher):
 
 
 def _mapped(folder: Path, rank: int) -> mmap.mmap:
-    """Create and map a rank's file in a folder, with room for all of it.
+    """Create and map a rank's file in a folder, with room for all its bytes.
 
     Raises:
-        OSError: the folder cannot be written, or there is no room; the rank leaves no file in it.
-        TriaxisError: the folder is not this user's alone.
+        OSError: the folder cannot be written, or there is no room; no file is left in it.
+        TriaxisError: another user owns the folder or may write to it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     _must_be_ours(folder)
@@ -280,7 +284,7 @@ def _mapped(folder: Path, rank: int) -> mmap.mmap:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Read a heartbeat file on this node; None if there is no such file, or it is not one of ours."""
+    """Read a heartbeat file on this node; None if there is no such file, or if it is no heartbeat file of this version."""
     try:
         content = read_regular(path, SIZE)
     except OSError:

@@ -1,12 +1,12 @@
 """The hang report: which rank waits for which, from each rank's activity and the schedule.
 
     rank 13   F of microbatch 7, waits for a receive over pp_forward  ->  rank 9
-    rank 12   the same all-reduce over tp as 13, which is not there   ->  rank 13
-    rank 9    in the optimizer, waits for no rank, does not answer     <-  the one that all wait for
+    rank 12   in an all-reduce over tp that 13 has not entered        ->  rank 13
+    rank 9    in the optimizer, waits for no rank, does not answer    <-  the cause: all others wait for it
 
-A rank in a collective waits for the group members that are not in the same call. The ranks to look at are those that others wait
-for and that wait for nobody. If there are none, the ranks wait for each other in a circle, or a call that all have made does not
-end.
+A rank in a collective waits for the group members that are not in the same call. The cause is sought among ranks that others wait
+for and that wait for no rank. If there are none, the ranks wait for each other in a circle, or all ranks of a call are in it and
+the call does not end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ class RankStatus:
 
     Attributes:
         beat: the rank's heartbeat; None if no rank has seen one.
-        answers: whether the rank wrote this itself; if not, another rank on its node has read its heartbeat.
-        still_seconds: time for which it had stood still; 0.0 if unknown.
+        answers: whether the rank itself wrote this status; if not, another rank on its node read the rank's heartbeat.
+        still_seconds: time for which the rank has not moved; 0.0 if unknown.
         where: the rank's host, process and GPU, in words.
     """
 
@@ -48,12 +48,13 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """Fixed facts about a run: ranks, groups, schedules.
+    """Facts about a run that do not change: ranks, groups, schedules.
 
     Attributes:
         grid: rank grid.
         groups: rank groups, by axis (`triaxis.engine.layout.axis_groups.axis_groups`).
-        train_schedule, forward_schedule: schedules for a step and for a validation.
+        train_schedule: pipeline schedule of a training step.
+        forward_schedule: pipeline schedule of a validation.
     """
 
     grid: RankGrid
@@ -63,7 +64,7 @@ class RunLayout:
 
 
 class HangReport:
-    """The report of one hang, from all ranks' statuses in rank order."""
+    """The report of one hang; `statuses` has every rank's status, in rank order."""
 
     def __init__(self, layout: RunLayout, statuses: Sequence[RankStatus]) -> None:
         self._layout = layout
@@ -74,13 +75,16 @@ class HangReport:
 
     @cached_property
     def culprits(self) -> list[int]:
-        """Ranks that do not answer; else ranks that are waited for and do not wait; else ranks that lag the others."""
+        """Ranks that do not answer; else ranks that others wait for and that wait for none; else ranks in an earlier part."""
         waited_for = {target for targets in self._distinct_targets() for target in targets}
         silent = [each.rank for each in self._statuses if not each.answers]
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
 
     def _behind(self) -> list[int]:
-        """List ranks in an earlier part than others, if no host waits (on GPUs the devices do); [] if all are in one part."""
+        """List the ranks in the earliest step and part, if no rank's host waits (on GPUs the devices do).
+
+        [] if a host waits, or if all ranks are in the same step and part.
+        """
         if any(self._targets):
             return []
         places = [_place(each.beat) for each in self._statuses]
@@ -92,7 +96,7 @@ class HangReport:
         return max((each.beat.step for each in self._statuses if each.beat is not None), default=0)
 
     def headline(self) -> str:
-        """Describe in one sentence the ranks that hold up the others, and where they were last seen."""
+        """Describe the cause in one sentence: the ranks that hold up the others, a circle, or a call that does not end."""
         culprits = self.culprits
         if culprits:
             return "; ".join(self._about_culprit(rank) for rank in culprits[:_SHOWN])
@@ -154,11 +158,11 @@ class HangReport:
         return self._missing[call]
 
     def _distinct_targets(self) -> list[list[int]]:
-        """List the distinct target lists, each once however many ranks share it."""
+        """List the distinct lists of waited-for ranks, each once however many ranks share it."""
         return list({id(targets): targets for targets in self._targets}.values())
 
     def _is_in(self, rank: int, call: Beat) -> bool:
-        """Whether a rank waits in the same call."""
+        """Whether a rank answers and waits in the same call."""
         status = self._statuses[rank]
         beat = status.beat
         return (
@@ -234,12 +238,12 @@ class HangReport:
         return self._layout.forward_schedule if beat.part == StepPart.VALIDATION else self._layout.train_schedule
 
     def _action(self, beat: Beat) -> Action | None:
-        """Find the action in its schedule that a rank is in; None if it is in none."""
+        """Find the action that a rank is running, in its pipeline rank's schedule; None if it runs none."""
         actions = self._schedule(beat).actions[self._layout.grid.coordinates(beat.rank).pp]
         return actions[beat.position - 1] if 0 < beat.position <= len(actions) else None
 
     def _circle(self) -> list[int]:
-        """Find ranks that each wait for the next, and the last for the first; [] if there are none."""
+        """Find ranks in a circle, each of which waits for the next one and the last for the first; [] if there is none."""
         for start, targets in enumerate(self._targets):
             path = [start]
             while targets:
@@ -256,7 +260,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _place(beat: Beat | None) -> tuple[int, int]:
-    """Measure how far a rank has come: its step, and the number of the part in it."""
+    """Measure how far a rank has come: its step, and the index of its part in `_PARTS`."""
     if beat is None:
         return (0, 0)
     return (beat.step, _PARTS.index(beat.part) if beat.part in _PARTS else len(_PARTS))

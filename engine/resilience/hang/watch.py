@@ -1,23 +1,24 @@
 """The hang watch: it detects a job that hangs, reports it, and ends it in bounded time with its own exit code.
 
     each rank     a thread finds that the rank's heartbeat has not changed for `runtime.hang_seconds`, or for twice the longest
-                  pause before if that is longer (`StillLimit`)
-    status        it writes the rank's activity to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, waits `grace` for the others
-    deputy        on each node, the lowest rank that wrote: it reads silent ranks' heartbeats in its node's memory and writes for
-                  them
-    reporter      the lowest rank that wrote: it builds the report (`report.py`) for report.json, events and its own output
-    end           deputies kill their nodes' silent ranks (a stopped process takes no other signal), all others leave with
-                  `ExitCode.HUNG`
+                  earlier pause if that is longer (`StillLimit`)
+    status        the thread writes the rank's activity to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, and waits for the
+                  other ranks' files for at most a grace period
+    deputy        the lowest rank on each node that wrote a status: it reads silent ranks' heartbeats in the node's memory and
+                  writes their statuses
+    reporter      the lowest rank that wrote a status: it writes the report (`report.py`) to report.json, events and its own output
+    end           deputies kill their nodes' silent ranks (SIGKILL, since a stopped process handles no other signal); all other
+                  ranks exit with `ExitCode.HUNG`
 
-A rank that resumes deletes its status: it was only slow. A rank whose loader builds an epoch's order moves with each piece. If
-others wait for it and report, it writes `rank_00003.busy`, and they withdraw their status.
+A rank that resumes was only slow, and deletes its status. While a rank's loader builds an epoch's order, each finished piece counts
+as movement. If other ranks report a hang meanwhile, the building rank writes `rank_00003.busy`, and they delete their statuses.
 
 Threads do all of this. They need the run directory and nothing from torch or other ranks, so they work while the main thread is
 blocked in a collective.
 
-On GPUs a rank's host runs ahead of its device, so the recorded waits are the host's: mostly for a step's numbers. The host stands
-still there for nearly a whole step, without a heartbeat. NCCL's flight recorder has more: its last calls are written next to the
-status if this torch has one.
+On GPUs a rank's host runs ahead of its device, so the recorded waits are the host's, mostly for a step's numbers. In such a wait
+the host stands still for nearly a whole step, without a heartbeat. NCCL's flight recorder knows the device's calls: the last ones
+are written next to the status, if this torch has a flight recorder.
 """
 
 import json
@@ -46,19 +47,20 @@ ANSWERS, SILENT = "answers", "silent"
 """Kinds of status file: written by the rank itself, or by its deputy."""
 
 BUSY = "busy"
-"""Suffix of the file that a rank writes while it builds an epoch's order and others report."""
+"""Suffix of the file that a rank writes if it builds an epoch's order while others report a hang."""
 
 _RANK_FILE = re.compile(r"rank_(?P<rank>[0-9]{5,9})\.\w+\.json")
 
 _FIRST_STEP = 0.9
-"""Limit in an attempt's first step, as a fraction of the time after which a collective fails."""
+"""Limit in an attempt's first steps, as a fraction of `runtime.timeout_seconds`, after which a collective fails."""
 
 _FIRST_STEPS = 2
-"""Number of steps with the first step's limit. In its second step a rank waits for the first step's numbers, and so for all that
-its device does for the first time."""
+"""Number of steps with this limit. In its second step, a rank waits for the first step's numbers, and so for all that the device
+does for the first time.
+"""
 
 SLOWER = 2.0
-"""Factor by which a pause may exceed the longest one before."""
+"""A pause may be this many times as long as the longest earlier one."""
 
 _LOOKS_PER_LIMIT = 10
 _LONGEST_LOOK_SECONDS = 5.0
@@ -75,10 +77,10 @@ class HangLimits:
 
     Attributes:
         still_seconds: time for which a rank may stand still.
-        first_seconds: the same limit until an attempt's first step has had its numbers read. That step creates much that later
-            steps reuse: kernels, connections, imports.
+        first_seconds: the same limit in an attempt's first two steps. The first step creates much that later steps reuse: kernels,
+            connections, imports; its numbers are read in the second.
         look_seconds: time between two looks at a heartbeat.
-        grace_seconds: time to wait for the others' status, and again for the report.
+        grace_seconds: longest time to wait for the others' statuses; up to twice this time is then spent waiting for the report.
     """
 
     still_seconds: float
@@ -96,15 +98,15 @@ class HangLimits:
 
     @property
     def end_seconds(self) -> float:
-        """Longest time from the last rank's stop to the end of all ranks, after the first step."""
+        """Longest time from the moment at which the last rank stops until all ranks have ended, after the first steps."""
         return self.still_seconds + 2 * self.look_seconds + 3 * self.grace_seconds
 
 
 class StillLimit:
-    """Limit on how long this rank may stand still, derived from its earlier pauses.
+    """Limit on how long this rank may stand still. It grows with the rank's earlier pauses.
 
-    A run whose steps are longer than `runtime.hang_seconds` does not hang. The first step counts only until a later one has ended,
-    because it may be slow for its own reasons.
+    A run whose steps are longer than `runtime.hang_seconds` does not hang. The pauses in the first two steps count only in the
+    third step, because those steps may be slow for their own reasons.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -113,7 +115,7 @@ class StillLimit:
         self._later_seconds = 0.0
 
     def seconds(self, begun: int) -> float:
-        """Limit in seconds while the rank is in this process's step `begun`, counted from 1."""
+        """Limit in seconds while the rank is in step `begun` of this process, counted from 1."""
         if begun <= _FIRST_STEPS:
             return self._limits.first_seconds
         slowest = self._later_seconds
@@ -122,7 +124,7 @@ class StillLimit:
         return max(self._limits.still_seconds, SLOWER * slowest)
 
     def went_on(self, begun: int, still_seconds: float) -> None:
-        """Record that the rank has stood still in step `begun` and resumed by itself."""
+        """Record that the rank stood still for `still_seconds` in step `begun`, and then resumed by itself."""
         if begun <= _FIRST_STEPS:
             self._first_seconds = max(self._first_seconds, still_seconds)
         else:
@@ -136,11 +138,11 @@ class HangWatch:
     Attributes:
         folder: RUN_DIR/hangs/attempt_<n>, the same on all nodes.
         limits: time limits.
-        announce: function that the reporter calls with the step and the report before the end.
-        write_flight_record: function that writes the backend's record of this rank's last calls to a file, if there is one.
+        announce: function that the reporter calls with the step and the report's text before it ends the process.
+        write_flight_record: function that writes the backend's record of this rank's last calls to a file, if it keeps a record.
         leave: function that ends this process with an exit code.
         where: function that returns the host, process and GPU of a rank on this node, from its number and process id.
-        next_action: function that returns what to do once the run has ended, in a clause.
+        next_action: function that returns a clause for the report: what the next start of the command does.
     """
 
     heartbeat: Heartbeat
@@ -163,7 +165,7 @@ class HangWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch: training is over."""
+        """Stop the watch, because training is over."""
         self._over.set()
         self._thread.join(self.limits.look_seconds)
 
@@ -262,7 +264,11 @@ class HangWatch:
         write_atomically(self.folder / REPORT, [(without_secrets(json.dumps(record, indent=2)) + "\n").encode()])
 
     def _wait_for(self, is_done: Callable[[], bool], *, graces: int = 1, unless_goes_on: Beat | None = None) -> bool:
-        """Wait until `is_done`, at most for the grace periods; return False if the rank has resumed."""
+        """Wait until `is_done()`, at most for `graces` grace periods.
+
+        Returns:
+            False if the rank's heartbeat has moved on from the beat `unless_goes_on`; else True.
+        """
         deadline = time.monotonic() + graces * self.limits.grace_seconds
         poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self.layout.grid.world_size)
         while time.monotonic() < deadline and not is_done():
@@ -272,17 +278,17 @@ class HangWatch:
         return True
 
     def _ranks(self, kind: str) -> list[int]:
-        """List the ranks that have this kind of status, by file names alone, since all ranks look at once."""
+        """List the ranks that have a status of this kind, from file names alone, because all ranks look at the same time."""
         found = (_RANK_FILE.fullmatch(path.name) for path in self.folder.glob(f"rank_*.{kind}.json"))
         return [int(match["rank"]) for match in found if match is not None]
 
     def _say_busy(self) -> None:
-        """Signal to reporting ranks that they wait for this one, which builds an epoch's order piece by piece."""
+        """Report to waiting ranks that this rank builds an epoch's order."""
         with suppress(OSError):
             write_atomically(self.folder / f"rank_{self._rank:05d}.{BUSY}", [b""])
 
     def _busy_since(self, time_ns: int) -> bool:
-        """Whether a rank has signaled so at or after a time on the folder's file system."""
+        """Whether a rank has written its busy file at or after `time_ns`, on the clock of the folder's file system."""
         for path in self.folder.glob(f"rank_*.{BUSY}"):
             with suppress(OSError):
                 if path.stat().st_mtime_ns >= time_ns:
@@ -293,7 +299,7 @@ class HangWatch:
         return self.folder / f"rank_{rank:05d}.{kind}.json"
 
     def _beat_of(self, rank: int, attempt: int) -> Beat | None:
-        """Read a silent rank's last beat on this node."""
+        """Read the last beat of a silent rank on this node, in this attempt."""
         return self.heartbeat.of_rank(rank, attempt)
 
     def _kill(self, beat: Beat | None) -> None:
@@ -307,12 +313,15 @@ class HangWatch:
 
 
 def may_hang(beat: Beat) -> bool:
-    """Whether a rank that does not move may hang: not before its first step, and not while it writes to its disk."""
+    """Whether a rank that does not move may hang.
+
+    It does not before its first step, nor while it saves a checkpoint without waiting for another rank: then it writes to its disk.
+    """
     return bool(beat.part) and (beat.part != StepPart.CHECKPOINT or bool(beat.op))
 
 
 def write_status(path: Path, status: RankStatus) -> None:
-    """Write a rank's status as JSON, complete or not at all."""
+    """Write a rank's status as JSON, either completely or not at all."""
     write_atomically(path, [(without_secrets(json.dumps(asdict(status))) + "\n").encode()])
 
 

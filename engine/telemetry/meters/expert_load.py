@@ -1,9 +1,9 @@
 """The expert load meter.
 
-    tokens per layer and expert, over the global batch   ->   line, files, page
+    tokens per layer and expert, over the global batch   ->   printed line, metrics.jsonl and charts, report page
 
-The counts are large (layers x E), so only about `MOST_COUNTS` records in a run hold them. Each such record sums the steps since the
-previous one.
+A step has layers x experts counts, too many for each record. So only about `MOST_COUNTS` records in a run hold counts, and each of
+these sums the counts of all steps since the previous one.
 """
 
 import math
@@ -25,7 +25,7 @@ _DIGITS = 4
 
 @dataclass
 class LoadMeter(StepMeter):
-    """Meter for the record's `experts` field, on rank 0 only, the rank that writes.
+    """Meter for the record's `experts` field; it exists on rank 0 alone, which writes the records.
 
     Attributes:
         layers: indices of the layers with experts.
@@ -41,7 +41,7 @@ class LoadMeter(StepMeter):
 
     @classmethod
     def of(cls, engine: Engine) -> "LoadMeter | None":
-        """Build the meter; None if the model has no experts, and on every rank but 0."""
+        """Build the meter; None if the model has no experts, or if this is not rank 0."""
         layers, log_interval = engine.config.model.expert_layers, engine.config.telemetry.log_interval
         return cls(layers, engine.plan.num_steps, log_interval) if layers and engine.topology.rank == 0 else None
 
@@ -50,12 +50,12 @@ class LoadMeter(StepMeter):
         self._first_step, self._counts = None, []
 
     def has_counts(self, step: int) -> bool:
-        """Whether the record of step `step` (from 1) holds counts: some of the steps with a line do, and the last step."""
+        """Whether the record of step `step` (from 1) holds counts: the last step's does, and some of those with a printed line."""
         every = self.log_interval * max(1, math.ceil(self.num_steps / (MOST_COUNTS * self.log_interval)))
         return step % every == 0 or step == self.num_steps
 
     def read(self, step: int, result: StepResult) -> Measured:
-        """Read the load in step `step`, counted from 0; the line names the most uneven layer."""
+        """Read the load in step `step`, counted from 0; the printed line names the layer with the most uneven load."""
         if self._first_step is None:
             self._first_step, self._counts = step + 1, [[0] * len(counts) for counts in result.load]
         for total, counts in zip(self._counts, result.load, strict=True):

@@ -1,11 +1,11 @@
 """Shares of values that FP8 rounds to zero or clamps, per linear layer and operand, every K steps (`telemetry.fp8_interval`).
 
-    forward     counts X as the GEMM reads it, once per microbatch (not when a layer is recomputed), and W once
-    backward    counts dY as the input gradient's GEMM reads it
+    forward     counts the input X as the GEMM reads it, once per microbatch (not when a layer is recomputed); the weight W once
+    backward    counts the output's gradient dY as the input gradient's GEMM reads it
     step's end  one integer all-reduce [linear layers in the model, 3 operands, 3 counts] over the world
-    read        together with the step's numbers, on the host
+    read        the sums reach the host together with the step's other numbers
 
-The counting itself is in `engine/linear/fp8_shares.py`.
+`engine/linear/fp8_shares.py` does the counting; this meter sums and reports.
 """
 
 from itertools import islice, product
@@ -24,7 +24,7 @@ PURPOSE = "fp8 shares"
 
 
 class Fp8Shares(StepMeter):
-    """Meter for the record's `fp8` field: shares of the nonzero values, by linear layer and operand.
+    """Meter for the record's `fp8` field: shares of an operand's nonzero values, by linear layer and operand.
 
     `underflow` is the share rounded to zero, `overflow` the share clamped to the format's largest number. An operand that is all
     zeros has no entry. Charts are under health/fp8/; one chart per operand shows its worst layer.
@@ -32,7 +32,7 @@ class Fp8Shares(StepMeter):
     Args:
         counts: this rank's counts.
         world: axis over all ranks.
-        interval: K, the number of steps from one measured step to the next.
+        interval: K, the distance in steps between two measured steps.
     """
 
     def __init__(self, counts: Fp8Counts, world: Axis, interval: int) -> None:
@@ -49,7 +49,7 @@ class Fp8Shares(StepMeter):
         return cls(counts, engine.topology.axis("world"), interval)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after `steps_made` steps; drop measurements that were not read."""
+        """Begin after `steps_made` steps; drop sums that were posted and not read."""
         self._step = steps_made
         self._counts.end()
         self._posted.clear()

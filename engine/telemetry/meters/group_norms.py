@@ -1,12 +1,12 @@
 """Gradient, weight and update norms per parameter group (`optimizer.groups`), every K steps.
 
-    before the update   sums of squares over the owned gradients and masters, by group; a copy of the masters
-    after it            sums of squares over the changes; one all-reduce [3 x groups] over the world
-    read                together with the step's numbers, on the host
+    before the update   sums of squares over the owned gradients and master weights, by group; a copy of the master weights
+    after the update    sums of squares over the master weights' changes; one all-reduce [3 x groups] over the world
+    read                the sums reach the host together with the step's other numbers
 
-Each element counts once over the world, as in the global gradient norm: owners hold disjoint parts, and only the first replica
-counts. A group's gradient norm is the global norm times the square root of the group's share in the sum of squares. So neither the
-loss scale nor the token count matters. During measured steps, the copy takes as many bytes as the masters.
+Each element counts once over the world, as in the global gradient norm: owners hold disjoint parts, and only a parameter's first
+replica counts. A group's gradient norm is the global norm times the square root of the group's share in the sum of squares. So it
+depends neither on the loss scale nor on the token count. In a measured step, the copy needs as many bytes as the master weights.
 """
 
 import math
@@ -34,14 +34,14 @@ OTHERS = "others"
 class GroupNorms(StepMeter):
     """Meter for the record's `norms` field: each group's gradients before clipping, weights before the update, and the update.
 
-    Charts are under learning/norms/ and add `relative_update`, |dW| / |W|. If the step's gradients are not finite, gradient norms
-    are nan and the update is 0.
+    Charts are under learning/norms/; there, `relative_update` is the update's norm over the weights'. If the step's gradients are
+    not finite, gradient norms are nan and the update is 0.
 
     Args:
-        optimizer: optimizer that owns the gradients and masters.
+        optimizer: optimizer that owns the gradients and master weights.
         world: axis over all ranks.
         groups: configured parameter groups; frozen ones have no norms.
-        interval: K, the number of steps from one measured step to the next.
+        interval: K, the distance in steps between two measured steps.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class GroupNorms(StepMeter):
         return cls(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, interval)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after `steps_made` steps; drop measurements that were not read."""
+        """Begin after `steps_made` steps; drop sums that were posted and not read."""
         self._step, self._before = steps_made, None
         self._posted.clear()
 
     def before_update(self) -> None:
-        """In a measured step, measure gradients and masters before the update."""
+        """In a measured step, sum the squares of gradients and master weights, and copy the master weights."""
         if (self._step + 1) % self._interval:
             return
         masters = [owned.state.read(MASTER).clone() for owned in self._counted]
@@ -80,7 +80,7 @@ class GroupNorms(StepMeter):
         self._before = self._sums(grads), self._sums(masters), masters
 
     def after_update(self) -> None:
-        """Measure what the update has changed, and post the sums over all ranks."""
+        """In a measured step, sum the squares of the master weights' changes, and post the sums over all ranks."""
         if self._before is not None:
             grads, weights, masters = self._before
             changes = [owned.state.read(MASTER) - was for owned, was in zip(self._counted, masters, strict=True)]
@@ -108,7 +108,7 @@ class GroupNorms(StepMeter):
         return Measured({"norms": fields}, charts)
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Sum the squares by group, [groups]; `tensors` has one tensor per counted bucket."""
+        """Compute each group's sum of squares, [groups]; `tensors` has one tensor for each bucket that counts on this rank."""
         sums = torch.zeros(len(self._names), dtype=AGREEMENT_DTYPE, device=self._device)
         for tensor, parts in zip(tensors, self._parts, strict=True):
             for where, place in parts:
@@ -119,7 +119,7 @@ class GroupNorms(StepMeter):
 
 
 def _parts(owned: OwnedBucket, groups: Sequence[GroupFields], places: Mapping[int, int]) -> Sequence[tuple[slice, int]]:
-    """Split a bucket's owned elements into (slice, group index) pairs; adjacent segments in one group are merged."""
+    """Split a bucket's owned elements into (slice, group index) pairs; adjacent segments in the same group become one pair."""
     parts: list[tuple[slice, int]] = []
     for segment in owned.segments:
         number = group_of(segment.record.spec.name, groups)

@@ -21,7 +21,7 @@ class LossesAhead(StepMeter):
 
 
 class LossScales(StepMeter):
-    """Meter for `loss_scale`, the fp16 loss scale, and `num_overflows`, the attempt's overflowed steps so far."""
+    """Meter for `loss_scale` (fp16) and `num_overflows`, the number of steps that have overflowed in this attempt so far."""
 
     def __init__(self) -> None:
         self._num_overflows = 0
@@ -38,13 +38,13 @@ class LossScales(StepMeter):
 
 
 class Outliers(StepMeter):
-    """Meter for `num_outliers`: the attempt's updates so far that `resilience.skip_above_deviations` skipped."""
+    """Meter for `num_outliers`: number of updates in this attempt so far that `resilience.skip_above_deviations` skipped."""
 
     def __init__(self) -> None:
         self._num_outliers = 0
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the count; None until there is an outlier."""
+        """Read the number; None as long as it is 0."""
         self._num_outliers += result.skip == "outlier"
         if not self._num_outliers:
             return None

@@ -2,11 +2,11 @@
 
     begin            the run starts or returns to a checkpoint: posted numbers that were not read are dropped
     before_step      the forward is about to begin
-    before_update    gradients are complete, weights still those that produced them
+    before_update    gradients are complete; weights are still the ones that produced them
     after_update     the update is posted
-    read             the step's numbers are on the host, perhaps a step later   ->   fields, charts, line
+    read             the step's numbers are on the host, perhaps a step later; the meter returns fields, charts and a line
 
-Before `read`, a meter must not copy numbers to the host: that would wait for the device. It posts a `HostCopy` instead.
+Before `read`, a meter must not copy numbers to the host, because such a copy waits for the device. It posts a `HostCopy` instead.
 """
 
 from triaxis.engine.step import Engine
@@ -15,7 +15,11 @@ from triaxis.engine.telemetry.record.metrics import Measured
 
 
 class StepMeter:
-    """Base class for a run's meters. Every rank has the meter and makes the same calls; methods left out do nothing."""
+    """Base class for a run's meters.
+
+    A meter that communicates must exist on every rank, and every rank makes the same calls. `read` must be overridden; the other
+    methods do nothing by default.
+    """
 
     @classmethod
     def of(cls, engine: Engine) -> "StepMeter | None":
@@ -35,5 +39,5 @@ class StepMeter:
         """Measure what the update has changed."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the measurement in step `step` (from 0), or None; each step is read once, in order."""
+        """Return what was measured in step `step` (from 0), or None if nothing was; each step is read once, in order."""
         raise NotImplementedError

@@ -17,9 +17,9 @@ METERS: Sequence[Callable[[Engine], StepMeter | None]] = (
     GroupNorms.of,
     Fp8Shares.of,
 )
-"""Meter factories, in the order of their fields and lines; a factory returns None if the configuration does not need its meter."""
+"""Meter factories, in the order of their fields and lines. A factory returns None if the configuration does not need its meter."""
 
 
 def open_meters(engine: Engine) -> list[StepMeter]:
-    """Build this rank's meters; every rank calls it."""
+    """Build this rank's meters, then those of the run's extension; every rank calls it."""
     return [meter for make in (*METERS, *engine.config.model.own.meters) if (meter := make(engine)) is not None]

@@ -1,7 +1,7 @@
 """The banner before the first step and the summary after the last one, as rows for `Report.block`.
 
 Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
-  layout      tp=2 pp=2 ...                       loss      ladder of entropies, with this model in its place
+  layout      tp=2 pp=2 ...                       loss      simpler models' entropies in order, this model's losses among them
   parameters  counted and by formula          text      what the model writes
   logs        where to look                       results   where to look
 """
@@ -48,17 +48,17 @@ class Start:
     Attributes:
         layout: sizes and schedule in a line ("tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel").
         device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
-        kernels: chosen kernels, in a line.
-        memory: predicted memory in a line.
+        kernels: names of the chosen kernels, in a line.
+        memory: predicted memory, in a line.
         device_type: the logging rank's device type: `cpu` or `cuda`.
         counted: parameters by module, summed over the ranks (`triaxis.engine.telemetry.record.parameters.local_counts`).
         listed: number of elements in each of the model's parameters, by name.
-        recompute: resolved form of `config.recompute`.
+        recompute: `config.recompute` with `auto` replaced by the chosen setting.
         documents: statistics of the documents that attention stays within; None if it crosses documents.
         unbroken: corpora that seem to have no document ends.
-        read_again: corpora whose part holds fewer samples than a validation asks for.
+        read_again: corpora whose validation part holds fewer samples than a validation reads.
         trained: validation corpora that the run also trains on.
-        other_ends: corpora whose documents end with an id other than the run's end-of-document id.
+        other_ends: corpora whose documents mostly end with another id than the run's end-of-document id.
     """
 
     config: Config
@@ -79,7 +79,7 @@ class Start:
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
-    """Show the banner: layout, device, batch, parameters, FLOPs, log paths. A later attempt shows only what has changed."""
+    """Show the banner: layout, device, batch, parameters, FLOPs, log paths. A later attempt shows only the changed rows."""
     attempt = f", {attempt_name(directory.attempt)}" if directory.attempt else ""
     rows = [
         ("layout", start.layout),
@@ -122,7 +122,7 @@ def _rows_path(directory: RunDirectory, attempt: int) -> Path:
 
 
 def _rows_before(directory: RunDirectory) -> list[tuple[str, str]] | None:
-    """Read the newest earlier banner's rows; None if there is none."""
+    """Read the banner rows of the latest earlier attempt that kept them; None if none did."""
     for attempt in reversed(range(directory.attempt)):
         try:
             found = read_object(_rows_path(directory, attempt))
@@ -134,7 +134,7 @@ def _rows_before(directory: RunDirectory) -> list[tuple[str, str]] | None:
 
 
 def _changes(before: Sequence[tuple[str, str]], rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """List the rows that are new or different, then the labels that are gone."""
+    """List the rows that are new or different, then those whose label is gone."""
     labels = {label for label, _ in rows}
     gone = [(label, f"no longer: {text}") for label, text in before if label not in labels]
     return [*(row for row in rows if row not in before), *gone]
@@ -149,7 +149,7 @@ def _saves(config: Config, directory: RunDirectory) -> str:
 
 
 def _again(read: ReadAgain) -> str:
-    """Describe a validation that reads its samples more than once."""
+    """Describe that a validation reads its samples more than once."""
     return (
         f"asks {read.corpus} for {counted(read.asked, 'sample')}, but its part holds {read.held:,}: each is read up to "
         f"{-(-read.asked // read.held):,} times, which does not make the loss more exact. Lower eval.steps, or give validation "
@@ -158,7 +158,7 @@ def _again(read: ReadAgain) -> str:
 
 
 def _other_end(found: OtherEnd) -> str:
-    """Describe documents that do not end with the tokenizer's end-of-document id."""
+    """Describe that documents mostly do not end with the tokenizer's end-of-document id."""
     return (
         f"{found.corpus}: {found.num_others:,} of the first {found.looked_at:,} documents do not end with id {found.end}, the "
         f"tokenizer's end of a document; most of them end with id {found.most}. If the tokenizer is the right one, generation "
@@ -167,7 +167,7 @@ def _other_end(found: OtherEnd) -> str:
 
 
 def _documents(start: Start) -> Iterator[tuple[str, str]]:
-    """Describe what attention within documents saves and what unequal lengths cost; name corpora without document ends."""
+    """Describe how much attention within documents saves and how much unequal lengths cost; name corpora without document ends."""
     documents, model = start.documents, start.config.model
     if documents is not None:
         share = attention_share(model, documents)
@@ -239,14 +239,14 @@ class End:
     """Results of a finished run.
 
     Attributes:
-        steps: number of steps made in all attempts.
+        steps: number of completed steps, over all attempts.
         seconds: training time in this attempt.
-        loss, val_loss: losses in the last step and the last validation; None if there was none.
-        entropies: nats per token that simple models reach on the corpus, by name; may be empty.
-        text: text that the model wrote; None if it was not asked.
+        loss, val_loss: loss in the last step, and in the last validation; None if there was no such step or validation.
+        entropies: nats per token that simple models reach on the corpus, by the model's name; may be empty.
+        text: text that the model wrote; None if no text was requested.
         prompt: prompt that the text continues.
-        saved: checkpoint of the last step; None if the run saves nothing.
-        memory: the logging rank's peak memory next to the prediction, in a line.
+        saved: folder of the last step's checkpoint; None if the run saves nothing.
+        memory: the logging rank's peak memory and the predicted one, in a line.
     """
 
     steps: int
@@ -286,7 +286,7 @@ def _uses(run: str, exported: str) -> Iterator[str]:
 
 
 def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:
-    """List the model's losses among simpler models' entropies, from worst to best, one line each."""
+    """List this model's losses and simpler models' entropies together, largest first, one line each."""
     marked = {"validation loss": val_loss, "training loss, last step": loss}
     steps = [(value, name, "") for name, value in entropies.items()]
     steps += [(value, name, "  <- this model") for name, value in marked.items() if value is not None]

@@ -3,7 +3,7 @@
 learning/loss  learning/val_loss  learning/lr  learning/grad_norm ...
 speed/tokens_per_second  speed/step_seconds  speed/tflops_per_gpu  speed/mfu  speed/share_bubble ...
 memory/peak_gib
-health/cp_imbalance  health/dropped ...          each meter (`triaxis.engine.telemetry.meters`) names its own
+health/cp_imbalance  health/experts/dropped ...  each meter (`triaxis.engine.telemetry.meters`) names its own charts
 
 A chart that could only be flat is left out: shares for axes with size 1, and counted tokens if every step counts all its tokens.
 metrics.jsonl has every number. `telemetry.names: megatron` gives Megatron-LM's names to charts that Megatron-LM logs too
@@ -18,7 +18,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 X_AXES = ("step", "consumed_tokens", "consumed_samples", "attempt")
-"""Numbers that charts are drawn against or that separate attempts. They get no charts: those would be straight lines."""
+"""Numbers that serve as x axes or separate attempts. They have no charts, which would be straight lines."""
 
 _NAMES = {
     "learning/loss": "loss",
@@ -61,7 +61,7 @@ MEGATRON_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 class Charts:
-    """The charts of one run: their names and points.
+    """The charts of one run: it names them and computes a step's points.
 
     Args:
         names: Megatron-LM's names, by our names; an empty mapping keeps ours.
@@ -77,7 +77,7 @@ class Charts:
         """Choose the charts for a run.
 
         Args:
-            layout: axis sizes; a missing axis counts as one with several ranks.
+            layout: size of each parallel axis, by name; an axis that is missing is assumed to have several ranks.
         """
         flat = [part for part, axes in _AXES_OF_PART.items() if all(layout.get(axis) == 1 for axis in axes)]
         names = MEGATRON_NAMES if config.telemetry.names == "megatron" else {}

@@ -1,6 +1,6 @@
 """The run as a person sees it: lines on the terminal and in rank 0's log, and a progress bar.
 
-lines         --->  Live    a terminal: as many columns as it is wide, colours, the bar below the lines
+lines         --->  Live    a terminal: as many columns as fit, colours, the bar below the lines
               `-->  Plain   a file, a pipe, and always rank 0's log: all columns, no control sequences
 
 training ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━  68%  204/300  loss 2.0312  ETA 0:35
@@ -27,14 +27,14 @@ Rows = Sequence[tuple[str, str]]
 """Labels and values; a value may have several lines."""
 
 _COLUMNS = 80
-"""Width of a terminal that does not report its own."""
+"""Width in characters, used if the terminal does not report one."""
 
 _ETA_STEPS = 50
 """Number of recent steps averaged for the ETA: enough to be steady, few enough to follow a change."""
 
 
 class Outlet(Protocol):
-    """A destination for lines."""
+    """A destination for lines. Tables are at most `width` characters wide, and wrapped text at most `text_width`."""
 
     @property
     def width(self) -> int: ...
@@ -60,7 +60,7 @@ class Plain:
 class Live:
     """A terminal, with a bar below the lines while training.
 
-    While the bar is shown, `sys.stdout` and `sys.stderr` print above it and into `log`: otherwise a stray warning would tear it.
+    While the bar is shown, `sys.stdout` and `sys.stderr` print above it and into `log`, because a warning would break the bar.
 
     Args:
         terminal: a tty.
@@ -78,7 +78,10 @@ class Live:
 
     @property
     def width(self) -> int:
-        """Current terminal width. rich would ask standard output, which may be a pipe to the log; some terminals report 0."""
+        """Current terminal width in characters.
+
+        rich would ask standard output, which may be a pipe to the log. Some terminals report 0, which is replaced by `_COLUMNS`.
+        """
         with suppress(OSError):  # the terminal has hung up: the last width stays
             self._columns = os.get_terminal_size(self._terminal.fileno()).columns or _COLUMNS
         return self._columns
@@ -91,7 +94,7 @@ class Live:
         self._console.print(line, soft_wrap=True)
 
     def show_step(self, metrics: StepMetrics, eta_seconds: float) -> None:
-        """Move the bar, which appears with the first step."""
+        """Update the bar; the first call shows it."""
         self._console.width = self.width
         shown: dict[str, Any] = {"completed": metrics.step, "loss": f"{metrics.loss:.4f}", "eta": duration(eta_seconds)}
         if self._bar is not None:
@@ -132,7 +135,7 @@ class Live:
 
 
 class _AboveBar(io.TextIOBase):
-    """A stream that writes whole lines above the bar and into the log; `behind` is the stream it replaces."""
+    """A stream that writes whole lines above the bar and into the log; `behind` is the stream that it replaces."""
 
     def __init__(self, live: Live, log: TextIO | None, behind: TextIO) -> None:
         self._live = live
@@ -163,10 +166,10 @@ class Report:
     """Output for people during a run.
 
     Args:
-        log_interval: steps between lines; the first and the last step always have one.
-        terminal: standard output as the user sees it; None if there is none.
-        log: rank 0's log file; None if there is none.
-        show_mfu: whether a peak is known, so that MFU gets a column.
+        log_interval: steps between lines; the first and the last step always have a line.
+        terminal: standard output as the user sees it; None on ranks that are not shown.
+        log: rank 0's log file; None: lines go to the terminal alone.
+        show_mfu: whether to show an MFU column; this needs a known peak rate for the device.
         memory: heading of the memory column.
     """
 
@@ -195,7 +198,7 @@ class Report:
         self._recent_seconds: deque[float] = deque(maxlen=_ETA_STEPS)
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Print one line, or several, as they are."""
+        """Print the lines in `text` unchanged, in a rich style."""
         for outlet, _ in self._outlets:
             for line in text.split("\n"):
                 outlet.write(Text(line, style))
@@ -213,7 +216,7 @@ class Report:
                     head = Text(" " * indent)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Move the bar; print a line on the first, the last and every `log_interval`-th step."""
+        """Update the bar; print a line for the first step, the last step and every `log_interval`-th step."""
         self._since_line.append(metrics)
         if len(self._recent_seconds) == 1 and self._recent_seconds[0] > metrics.step_time_seconds:
             self._recent_seconds.clear()  # the first step also warms up: its time would make the ETA far too long

@@ -5,7 +5,10 @@ import textwrap
 
 
 def significant(value: float) -> str:
-    """Format a few digits, without an exponent where that is short: 0.00570, 0.0632, 1.234, 989.4, 1.2e+06."""
+    """Format a number with three significant digits below 1 and four from 1 on, or as a whole number from 1,000 on.
+
+    Below 1e-4 and from 1e5 on there is an exponent and two digits: 0.00570, 0.0632, 1.234, 989.4, 12345, 1.2e+06.
+    """
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -13,11 +16,11 @@ def significant(value: float) -> str:
         return f"{value:.1e}"
     if size < 1:
         return f"{value:#.3g}"
-    return f"{value:.4g}" if size >= 1000 else f"{value:#.4g}"
+    return f"{value:#.4g}" if size < 999.95 else f"{value:.0f}"
 
 
 def compact(value: float) -> str:
-    """Format a count: 950, 12,412, then with k, M, G, T: 124.1k, 1.235M."""
+    """Format a count: 950 or 12,412 in full; from 100,000 on, four digits with k, M, G or T: 124.1k, 1.235M."""
     if abs(value) < 99_999.5:
         return f"{value:,.0f}"
     for unit in ("k", "M", "G"):
@@ -28,12 +31,12 @@ def compact(value: float) -> str:
 
 
 def gigabyte_decimals(num_bytes: int) -> int:
-    """Number of decimals for an amount in 10^9 bytes: 1, or below 1 GB as many as three significant digits need."""
+    """Number of decimals for `num_bytes` in units of 10^9: 1, but below 10^9 bytes as many as three significant digits need."""
     return 2 - math.floor(math.log10(num_bytes / 10**9)) if 0 < num_bytes < 10**9 else 1
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Format memory or a file in 10^9 bytes, as `recompute.memory_gb` counts: 1,234.5 GB, 47.1 GB, 0.582 GB, 0.0164 GB."""
+    """Format a memory or file size in units of 10^9 bytes, like `recompute.memory_gb`: 1,234.5 GB, 47.1 GB, 0.582 GB, 0.0164 GB."""
     return f"{num_bytes / 10**9:,.{gigabyte_decimals(num_bytes)}f} GB"
 
 
@@ -46,7 +49,7 @@ def in_bytes(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time span like a clock: 0:09, 12:34, 1:23:45, 2d 03:04 (days and hours need no seconds)."""
+    """Format a time span like a clock: 0:09, 12:34, 1:23:45; from one day on without seconds, 2d 03:04."""
     whole = round(seconds)
     minutes, seconds_left = divmod(whole, 60)
     hours, minutes_left = divmod(minutes, 60)
@@ -59,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Wrap text to lines of at most `width` characters, between words; keep its line breaks."""
+    """Wrap text between words to lines of at most `width` characters, and keep its line breaks; a longer word stays whole."""
     return [
         part
         for line in text.split("\n")

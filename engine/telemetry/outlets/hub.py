@@ -1,17 +1,17 @@
 """The telemetry object that every rank has; only the logging rank's has outlets.
 
     on_step, on_validation  ->  Telemetry  ->  Report       terminal and log, at once
-                                           `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows
+                                           `->  sinks       metrics.jsonl, wandb, TensorBoard; once a due validation has its loss
                                            `->  events  ->  wandb's alerts
 
-Training goes on when an output fails. Each change is an event and a line on the terminal:
+Training goes on when an output fails. An event and a line on the terminal report each failure and each recovery. After a failure:
 
-    metrics.jsonl, events    rows wait in memory and are written when there is room
-    TensorBoard              opened again after a pause; steps in between are missing, and counted
-    wandb                    stays off: opening it again would make the ranks wait for a network
-    the terminal             dropped
+    metrics.jsonl, events    rows wait in memory, and are written when there is room
+    TensorBoard              opened again after a pause; the steps in between are missing, and are counted
+    wandb                    switched off for good: opening it again would make the ranks wait for a network
+    the terminal             dropped for good
 
-All ranks agree on the losses, so rank 0 alone can log; on the others every call returns at once.
+All ranks have the same losses, so only rank 0 logs; on the other ranks every call returns at once.
 """
 
 import time
@@ -65,7 +65,7 @@ class Telemetry:
         report: output for people; None on ranks that do not log.
         events: event log; None on ranks that do not log.
         sinks: destinations for each step's record.
-        output_changes: function that takes the terminal's and the log's changes since its last call.
+        output_changes: function that returns the changes of the terminal and the log since its last call.
         clock: function that returns seconds; it times the pauses before a sink is opened again.
     """
 
@@ -89,7 +89,10 @@ class Telemetry:
         self._last_step: int | None = None
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record a finished step. The sinks get it at the next `flush`, with the validation loss if a validation comes first."""
+        """Record a finished step. The report shows it at once; the sinks get it at the next `flush`.
+
+        If a validation follows the step, its loss is added to the record before that.
+        """
         self.flush()
         self._pending = metrics
         self._last_step = metrics.step
@@ -129,7 +132,7 @@ class Telemetry:
         self.say(message, style)
 
     def flush(self) -> None:
-        """Hand the last step to the sinks; no validation can join it afterwards."""
+        """Hand the last step's record to the sinks; a validation loss can no longer be added to it."""
         if self._pending is None:
             return
         metrics, self._pending = self._pending, None
@@ -141,7 +144,7 @@ class Telemetry:
             stopped.num_lost += 1
 
     def close(self) -> None:
-        """Flush and close everything; may be called after an error, and twice."""
+        """Flush and close everything. It may be called after an error, and a second call does no harm."""
         self.flush()
         self._look_at_outputs()
         if self.report is not None:
@@ -167,9 +170,9 @@ class Telemetry:
                 )
 
     def close_early(self) -> None:
-        """Close sinks that would lose records and alerts, when another thread is about to end the process of a loop that hangs.
+        """Write what the sinks would lose, in bounded time, when another thread is about to end a hanging process.
 
-        The time is bounded. Ranks that do not log do nothing.
+        Only the logging rank has sinks; on the other ranks nothing happens.
         """
         for sink in tuple(self._sinks):
             self._guard(sink, partial(sink.close_early, _CLOSE_SECONDS))
@@ -178,7 +181,7 @@ class Telemetry:
         """Open a sink; if that fails, write an event and return None.
 
         Args:
-            opens_again: whether to call `open_sink` again after a failure and a pause; it must not block.
+            opens_again: whether to call `open_sink` again after a failure and a pause; if so, `open_sink` must not block.
         """
         if opens_again:
             self._openers[name] = open_sink
@@ -201,7 +204,7 @@ class Telemetry:
                 self._failed(name, error)
 
     def _resumed(self, name: str) -> None:
-        """Write an event and a line after a stopped sink has accepted a step."""
+        """Report, by an event and a line, that a stopped sink has accepted a step again."""
         num_lost = self._stopped_sinks.pop(name).num_lost
         message = f"{name} is written again; {_missing_steps(num_lost)} missing"
         self.notice("output_resumed", message, output=name, num_lost=num_lost)
@@ -211,7 +214,7 @@ class Telemetry:
         return files if self._events is None else [*files, self._events.lines]
 
     def reopen_files(self) -> None:
-        """Open the metrics and event files again, after the run directory was removed or moved and put back.
+        """Open the metrics and event files again, after the run directory was removed or moved and then restored.
 
         Raises:
             OSError: a file cannot be opened.
@@ -220,7 +223,7 @@ class Telemetry:
             file.reopen()
 
     def _look_at_outputs(self) -> None:
-        """Write an event and a line for each file that has stopped or resumed, and for each terminal or log change."""
+        """Retry the files' waiting rows. Report each file that has stopped or resumed, and each change of the terminal or log."""
         for file in self._files():
             file.retry()
             name = file.path.name
@@ -249,7 +252,7 @@ class Telemetry:
             self.notice("output_dropped", message, output=change.output)
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> bool:
-        """Call a sink; if it fails, remove it and return False."""
+        """Make a call to a sink. If it fails, remove the sink and return False; else return True."""
         try:
             call()
         except Exception as error:
@@ -262,7 +265,10 @@ class Telemetry:
         return True
 
     def _failed(self, name: str, error: Exception) -> None:
-        """Report a sink's first failure with an event and a line, and set the time of the next try."""
+        """Report a sink's failure by an event and a line.
+
+        If the sink will be opened again, only its first failure is reported, and the time of the next try is set.
+        """
         if name not in self._openers:
             self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
             self.say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}", "yellow")
@@ -277,7 +283,10 @@ class Telemetry:
 
 
 def _missing_steps(num_lost: int) -> str:
-    """Format the number of steps that a sink lacks; steps that its library had not written yet are unknown."""
+    """Format the number of steps that a sink lacks.
+
+    It is a lower bound, because the sink's library may not have written the steps before the failure.
+    """
     return f"at least {num_lost} {'step is' if num_lost == 1 else 'steps are'}"
 
 
@@ -296,14 +305,14 @@ def open_telemetry(
     layout: Mapping[str, Any],
     device_type: str = "cpu",
 ) -> Telemetry:
-    """Open one rank's telemetry: with sinks on the logging rank, silent on the others.
+    """Open one rank's telemetry. It has sinks on the logging rank; on the others it records and prints nothing.
 
     Args:
         config: configuration; its `telemetry` section chooses the sinks.
         is_logging_rank: true on rank 0 alone.
         streams: this rank's streams, from `rank_log`.
         num_steps: number of steps in the whole run.
-        show_mfu: whether a peak is known.
+        show_mfu: whether to show MFU; this needs a known peak rate for the device.
         layout: parallel sizes, device and other fields to filter by in wandb.
         device_type: this rank's device type: `cpu` or `cuda`.
 

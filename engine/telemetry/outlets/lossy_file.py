@@ -27,7 +27,7 @@ class Gap:
         self._inside_line = False
 
     def lose(self, data: bytes) -> None:
-        """Count `data` as lost."""
+        """Count the lines in `data` as lost; a part of a line counts as one."""
         if data:
             self.num_lines += data.count(b"\n")
             if not data.endswith(b"\n"):
@@ -35,7 +35,7 @@ class Gap:
                 self._inside_line = True
 
     def rest(self, data: bytes) -> bytes:
-        """Cut off the end of a line whose beginning was lost; return the rest of `data`."""
+        """Cut off the end of a line whose beginning was lost; return what is left of `data`."""
         if not self._inside_line:
             return data
         _, newline, data = data.partition(b"\n")
@@ -43,7 +43,10 @@ class Gap:
         return data
 
     def report(self, cause: str, *, after: bytes) -> bytes:
-        """Return the line that replaces the lost ones, and reset the count; it starts a new line after byte `after`."""
+        """Return the line that replaces the lost ones, and reset the count.
+
+        `after` is the last byte written; unless it is a newline or empty, the result starts with a newline.
+        """
         lines = "1 line is" if self.num_lines == 1 else f"{self.num_lines} lines are"
         self.num_lines = 0
         begins = b"" if after in (b"", b"\n") else b"\n"
@@ -82,12 +85,12 @@ BEGINS_AGAIN = b"[this log begins again: its folder was removed or moved]\n"
 class LogPath:
     """The path of an open log file. If the file was removed or moved with its folder, a new file takes its place.
 
-    Rank 0 restores the folder together with the run's locks (`RunDirectory.put_back`). A file that already has the path by then
-    belongs to another run and is left alone.
+    Rank 0 restores the folder together with the run's locks (`RunDirectory.put_back`). If another file has the path by then, that
+    file belongs to another run and is left alone.
 
     Args:
         path: absolute path of the log.
-        descriptors: the log's descriptors, all open for appending. The new file takes their numbers.
+        descriptors: the log's descriptors, all open for appending; a new file gets the same descriptor numbers.
         clock: function that returns seconds.
     """
 
@@ -98,7 +101,7 @@ class LogPath:
         self._next_look_seconds = clock() + LOOK_SECONDS
 
     def look(self) -> None:
-        """Open a new file if the path has none. While it has one, check at most once per `LOOK_SECONDS`."""
+        """Open a new file if there is none at the path. While there is one, check at most once per `LOOK_SECONDS`."""
         if self._clock() < self._next_look_seconds:
             return
         if not os.access(self._path, os.F_OK):
@@ -109,7 +112,7 @@ class LogPath:
         self._next_look_seconds = self._clock() + LOOK_SECONDS
 
     def _make(self) -> None:
-        """Create a new file and give it the old file's descriptor numbers.
+        """Create a new file and make the log's descriptor numbers refer to it.
 
         Raises:
             OSError: the file cannot be created.
@@ -127,12 +130,13 @@ class LossyFile(io.RawIOBase):
 
     Args:
         descriptor: descriptor to write to.
-        stands_for: descriptor that the stream reports as its number and asks whether it is a terminal; None: `descriptor`.
-        replace: function called with a write's error; returns true if it has put another file in the descriptor's place.
-        log: path to check before each write, if the file is a log that may be removed during the run.
-        stamps: time stamps for the lines; None writes lines unchanged. A stream whose relay has ended gets new stamps.
-        patience_seconds: time that a write waits for a paused terminal or pipe. After that, lines are lost, and later writes do
-            not wait until there is room. None: a write waits as long as the descriptor blocks.
+        stands_for: descriptor that `fileno` returns and `isatty` asks about; None: `descriptor`.
+        replace: function called with a failed write's error; returns True if `descriptor` now refers to another file, and then the
+            write is repeated. None: the lines are lost.
+        log: path to check before each write, because the log may be removed during the run; None: the file is no such log.
+        stamps: time stamps for the lines; None: lines are written unchanged. Once `replace` has returned True, lines get stamps.
+        patience_seconds: time for which a write waits for a paused terminal or pipe. After that, lines are lost, and later writes
+            do not wait, until there is room again. None: a write waits as long as the descriptor blocks.
     """
 
     def __init__(
@@ -168,7 +172,7 @@ class LossyFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, or count what was refused; return the number of bytes in `data`."""
+        """Write `data`, and count the lines that were refused; return the number of bytes in `data`."""
         given = bytes(data)
         with self._lock:
             if self._log is not None:
@@ -193,7 +197,7 @@ class LossyFile(io.RawIOBase):
             self._last = whole[written - 1 : written]
 
     def _put(self, data: bytes) -> tuple[int, OSError | None]:
-        """Write `data`; return the number of bytes written, and the error if it is not all."""
+        """Write `data`; return the number of bytes written, and the error if some bytes were refused."""
         written, most = 0, len(data)
         if self._patience_seconds is not None:
             # A terminal with room takes one byte without blocking, a pipe PIPE_BUF bytes.
@@ -212,7 +216,7 @@ class LossyFile(io.RawIOBase):
         return written, None
 
     def _waits_too_long(self) -> bool:
-        """Wait for room, at most as long as the stream's patience; true if there is still none."""
+        """Wait for room, at most for `patience_seconds`; return True if there is still none."""
         if self._patience_seconds is None:
             return False
         self._is_paused = not wait_for_room(self._descriptor, 0.0 if self._is_paused else self._patience_seconds)
@@ -230,7 +234,7 @@ def text_over(file: LossyFile) -> io.TextIOWrapper:
 
 
 def wait_for_room(descriptor: int, most_seconds: float | None = None) -> bool:
-    """Wait until a descriptor takes bytes or fails; return False if it does neither within `most_seconds`."""
+    """Wait until a descriptor accepts bytes or fails; return False if neither happens within `most_seconds` (None: no limit)."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(None if most_seconds is None else 1000 * most_seconds))

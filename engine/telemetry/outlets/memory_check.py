@@ -1,12 +1,12 @@
 """Measured memory compared with the prediction, once per attempt, in runs on GPUs.
 
-    step 1    2    3          the first steps allocate all that a step needs
-                 | one all-reduce (world, "memory"): each rank's peak
+    step 1    2    3          the first steps allocate everything that a step needs
+                 | one all-reduce (over the world, labelled "memory") exchanges each rank's peak
                  v
     memory after 2 steps: rank 3 (pp 1) has held .. of tensors at most, .. predicted; the allocator reserved ..; outside of it ..
 
-The loop waits for this one all-reduce, between two steps. CPU runs have no such line: torch does not count a process's tensors
-there, and resident memory is mostly Python and libraries.
+The loop waits for this all-reduce between two steps. CPU runs have no such line, because torch does not count tensors in CPU memory
+and most of the resident memory is Python and libraries.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Held(NamedTuple):
     Attributes:
         allocated: peak memory in tensors.
         reserved: peak memory that torch's allocator took from the GPU.
-        in_use: GPU memory in use now, by all processes, CUDA contexts and NCCL.
+        in_use: GPU memory in use now, by all processes; it includes CUDA contexts and NCCL.
         capacity: total GPU memory.
     """
 
@@ -48,10 +48,10 @@ def held_on_gpu(device: torch.device) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class MemoryComparison:
-    """Memory of the rank with the highest tensor peak, next to its prediction; in bytes.
+    """Measured and predicted memory of the rank with the highest tensor peak, in bytes. Other attributes are as in `Held`.
 
     Attributes:
-        after_steps: number of steps made in this attempt.
+        after_steps: number of steps completed in this attempt.
         pp: the rank's pipeline index.
         predicted_tensors: predicted tensor memory, counted like `allocated`.
         predicted_communicators: estimated memory for the rank's NCCL buffers.
@@ -94,8 +94,8 @@ class MemoryCheck:
     """A comparison of the ranks' memory with a prediction, after an attempt's second step. All ranks make the same calls.
 
     Args:
-        predicted: (tensors, communicators) in bytes, by pipeline index.
-        read: function that reads this rank's memory; None reads its GPU's.
+        predicted: a rank's predicted memory in bytes, as (tensors, communicators), by pipeline index.
+        read: function that reads this rank's memory; None: `held_on_gpu` does.
     """
 
     def __init__(

@@ -22,7 +22,12 @@ from triaxis.engine.telemetry.record.events import EventKind
 
 @dataclass(eq=False)
 class CheckpointNotices:
-    """Events and lines about saves; the run's `directory` records that it has saved."""
+    """Events and lines about saves; the first save is also recorded in the run's `directory`.
+
+    Attributes:
+        stall_seconds: time for which starting the newest save stopped training.
+        waited_seconds: time for which training waited for the previous save to end, before that.
+    """
 
     telemetry: Telemetry
     directory: RunDirectory
@@ -77,14 +82,14 @@ class TroubleNotices:
     telemetry: Telemetry
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None:
-        """Report trouble in step `step`, counted from 0; the record counts from 1."""
+        """Report trouble in step `step`, counted from 0; the event counts it from 1."""
         self.telemetry.notice(kind, message, step=step + 1, **details)
 
 
 def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint, config: Config) -> None:
     """Report where the run begins, what differs from the saved run, and which newer checkpoints could not be used.
 
-    The event holds every setting that decides a step's samples. So a run's files show what it has read over many attempts.
+    The event holds every setting that decides which samples a step reads, so a run's files show what each attempt has read.
     """
     if directory.swept:
         telemetry.event("checkpoints_swept", names=list(directory.swept))
@@ -125,7 +130,7 @@ def say_stopped(
     """Report that the run ends after step `step` (from 1) because all ranks agreed to.
 
     Args:
-        saved: checkpoint of that step; None if the run saves nothing.
+        saved: folder of that step's checkpoint; None if the run saves nothing.
         peak_memory_bytes: each rank's peak memory.
     """
     kind: EventKind = "phase_ended" if stop is Stop.NEXT_PHASE else "stopped"

@@ -4,12 +4,12 @@
     rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal
               the progress bar                                          ->  relay  ->  the terminal alone
 
-Each log line begins with its time. On ranks other than 0, C++ output goes straight to the file so that a crash loses nothing; it
-has the library's own time stamp, or none.
+Each log line begins with its time. On ranks other than 0, C++ output goes straight to the file, so that a crash loses nothing. Such
+lines have the library's own time stamp, or none.
 
-A rank's writes never fail and never wait for a terminal: `triaxis.engine.telemetry.outlets.relay` is a process that keeps, drops or
-loses what the terminal or a full disk refuses. Other ranks count what their log refuses. If the relay ends, rank 0 goes on with its
-log alone.
+A rank's writes never fail and never wait for a terminal. On rank 0, the relay (`triaxis.engine.telemetry.outlets.relay`, a process)
+queues what the terminal or a full disk refuses, and loses lines beyond a bound. Other ranks lose and count the lines that their log
+refuses. If the relay ends, rank 0 goes on with its log alone.
 """
 
 import errno
@@ -29,12 +29,12 @@ from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile, Stam
 from triaxis.engine.telemetry.outlets.relay import DROPPED, END_SECONDS
 
 _RELAY_ENDS_SECONDS = END_SECONDS + 0.5
-"""Limit on waiting for the relay: a child of this rank may still hold the pipe, and must not keep the rank from ending."""
+"""Limit on waiting for the relay, which does not end while a child of this rank holds a pipe. The rank must end all the same."""
 
 _RELAY = f"import sys; sys.path.append({str(IMPORT_ROOT)!r}); from triaxis.engine.telemetry.outlets.relay import main; main()"
 
 _FOR_THE_RANK = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP})
-"""Signals that SLURM or a terminal sends to every process in a job. The relay ignores them and ends after its rank."""
+"""Signals that SLURM or a terminal sends to every process in a job. The relay ignores them, because it must outlive its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class OutputChange:
         output: `terminal`, `log`, or a file name.
         what: `DROPPED`, `STOPPED` or `RESUMED`, from `triaxis.engine.telemetry.outlets.relay`.
         cause: the system's error text.
-        num_lost: number of missing lines, when the output has resumed.
+        num_lost: number of lines that the output lacks; counted only for `RESUMED`.
     """
 
     output: str
@@ -60,8 +60,8 @@ class RankStreams:
 
     Attributes:
         log: log file, written line by line.
-        terminal: standard output as it was before; None on ranks that are not shown.
-        changes: function that takes both streams' changes since its last call.
+        terminal: what standard output was before; None on ranks that are not shown.
+        changes: function that returns the changes in both outputs since its last call.
     """
 
     log: TextIO
@@ -71,9 +71,9 @@ class RankStreams:
 
 @contextmanager
 def rank_log(path: Path, *, show: bool) -> Iterator[RankStreams]:
-    """Append this process's standard output and error to `path`; with `show`, also send them where they went before.
+    """Append this process's standard output and error to `path`; if `show`, also send both to where standard output went before.
 
-    Exceptions pass through unprinted: print them inside the block, or the log misses them.
+    Exceptions pass through unprinted: print them inside the block, or the log will not have them.
 
     Raises:
         OSError: the log cannot be opened.
@@ -122,7 +122,7 @@ class _Relay:
 
     Args:
         log: the log file's descriptor.
-        terminal: descriptor of standard output as it was.
+        terminal: descriptor of what standard output was before.
         path: absolute path of the log file.
 
     Attributes:
@@ -159,7 +159,7 @@ class _Relay:
             os.close(descriptor)
 
     def replace(self, error: OSError) -> bool:
-        """If the relay has ended, write to the log alone from now on; true if that resolves `error`."""
+        """If `error` shows that the relay has ended, redirect all output to the log; return True if this call did so."""
         if error.errno != errno.EPIPE or self._is_replaced:
             return False
         self._is_replaced = True
@@ -170,7 +170,7 @@ class _Relay:
         return True
 
     def changes(self) -> Sequence[OutputChange]:
-        """Take the changes since the last call."""
+        """Return the outputs' changes since the last call, and once that the relay has ended."""
         with suppress(BlockingIOError):
             while more := os.read(self._changes, 1 << 16):
                 self._unread += more
@@ -185,7 +185,7 @@ class _Relay:
         return found
 
     def close(self) -> None:
-        """Close the pipes and wait for the relay, which ends when their last writer has closed them."""
+        """Close this rank's pipe ends and wait for the relay, which ends once no process has its pipes open for writing."""
         for descriptor in (self.for_terminal, self.for_log, self._changes):
             os.close(descriptor)
         try:

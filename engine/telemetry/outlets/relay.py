@@ -6,17 +6,17 @@
     pipe  terminal  lines and bar for the terminal -'
                                                          changes ->  the rank, which writes events
 
-The relay always reads its pipes, so the rank never waits for a paused terminal or a full disk. Each outlet has a thread, which may
-block, and a bounded queue. O_NONBLOCK is never set: the flag would affect other programs on the terminal too.
+The relay always reads its pipes, so the rank never waits for a paused terminal or a full disk. Each outlet (the log, the terminal)
+has a thread, which may block, and a bounded queue. O_NONBLOCK is never set: the flag would affect other programs on the terminal.
 
     the outlet                        what the relay does
-    blocks (Ctrl-S, a paused less)    queues up to its bound, then loses lines; a line states how many when the outlet goes on
-    has no room (ENOSPC, ...)         the same, and tries again every RETRY_SECONDS
+    blocks (Ctrl-S, a paused less)    queues bytes up to a bound, then loses lines; once writing works again, a line states how many
+    has no room (ENOSPC, ...)         queues and loses lines in the same way, and tries again every RETRY_SECONDS
     was removed (a log)               begins a new file once its folder exists again
-    fails (EPIPE, EIO, ...)           drops a terminal for good; a log is tried again as above
+    fails (EPIPE, EIO, ...)           drops a terminal for good; treats a log as if it had no room
 
-It is a separate process, so that the last output survives when rank 0 crashes in C++. It ends after the last writer has closed its
-pipes. `rank_log` starts it without site-packages, so it may import only standard library modules.
+The relay is a separate process, so that the last output survives when rank 0 crashes in C++. It ends once no process has its pipes
+open for writing. `rank_log` starts it without site-packages, so it may import only standard library modules.
 """
 
 import errno
@@ -30,10 +30,13 @@ from collections.abc import Callable
 from triaxis.engine.telemetry.outlets.lossy_file import Gap, LogPath, Stamps, wait_for_room
 
 MOST_BYTES = 1 << 20
-"""Bytes that the terminal's outlet queues while it cannot write: some thousand lines."""
+"""Bytes that the terminal's outlet queues while it cannot write; they hold some thousand lines."""
 
 LOG_BYTES = 1 << 24
-"""The same for the log, which has the lines that the terminal loses: a rank's burst can outrun a thread on a busy machine."""
+"""Bytes that the log's outlet queues.
+
+The log must keep the lines that the terminal loses, and on a busy machine a rank may print faster than the outlet's thread writes.
+"""
 
 RETRY_SECONDS = 0.5
 """Time between two tries to write to a full disk."""
@@ -42,22 +45,22 @@ END_SECONDS = 2.0
 """Time for the outlets to empty their queues after the last writer has ended."""
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors that pass when there is room again."""
+"""Errors that pass once the file system has room again."""
 
 DROPPED = "dropped"
 STOPPED = "stopped"
 RESUMED = "resumed"
-"""Outlet changes: it is gone for good; it has no room; it has written everything that was queued."""
+"""Changes of an outlet. `DROPPED`: it is gone for good. `STOPPED`: a write has failed. `RESUMED`: the whole queue is written."""
 
 PAUSED = "the terminal was paused; the log of the rank has them"
 SLOW = "they came faster than the file took them"
-"""Causes of a gap on the terminal and in the log, when no write has failed."""
+"""Causes of lost lines when no write has failed: `PAUSED` on the terminal, `SLOW` in the log."""
 
 WHOLE_LINE_SECONDS = 1.0
-"""Time that the beginning of a line waits for its end, so that lines from two pipes never mix."""
+"""Time for which the beginning of a line waits for the line's end, so that lines from two pipes do not mix."""
 
 _CHUNK_BYTES = 4096
-"""Bytes per write: a blocked pipe with that much room takes them in one piece."""
+"""Largest number of bytes per write. A blocked pipe accepts them in one piece, once it has that much room."""
 
 
 class RelayQueue:
@@ -65,10 +68,10 @@ class RelayQueue:
 
     Args:
         descriptor: descriptor that only the thread writes to.
-        is_terminal: whether the outlet is a terminal; any error except lack of room drops a terminal for good.
-        on_change: function that the thread calls with a change, its cause and the number of lost lines.
+        is_terminal: whether the outlet is a terminal; a terminal is dropped for good at any error except lack of room.
+        on_change: function that the thread calls with `STOPPED`, `RESUMED` or `DROPPED`, the cause, and the number of lost lines.
         most_bytes: queue bound in bytes.
-        log: path of a log file, checked before each write; the log's lines get time stamps.
+        log: path of the log file, created anew if it was removed; its lines get time stamps. None: the outlet is no log.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class RelayQueue:
         self._thread.start()
 
     def write(self, data: bytes) -> None:
-        """Queue `data`; lines beyond the bound are lost until the queue is empty. Never wait for the descriptor."""
+        """Queue `data` without waiting. When the queue is full, lines are lost until the thread has emptied the queue."""
         with self._changed:
             data = data if self._stamps is None else self._stamps.put_on(data)
             if self._is_dropped:
@@ -115,7 +118,7 @@ class RelayQueue:
             self._changed.notify()
 
     def finish(self, deadline_seconds: float) -> None:
-        """Wait until the queue is written, at most until `deadline_seconds` on the monotonic clock."""
+        """Wait until the queue is written, at most until the monotonic clock shows `deadline_seconds`."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -127,7 +130,7 @@ class RelayQueue:
             self._last = chunk[-1:]
 
     def _next_chunk(self) -> bytes:
-        """Take bytes from the queue, waiting until there are some; none at the end or after the outlet was dropped."""
+        """Wait for the next bytes to write: from the queue, or a report of lost lines. Empty at the end, or if dropped."""
         with self._changed:
             while not self._is_dropped:
                 if self._queue:
@@ -147,7 +150,7 @@ class RelayQueue:
             return b""
 
     def _put(self, chunk: bytes) -> None:
-        """Write a chunk, however long that takes."""
+        """Write a chunk, and retry for as long as that takes; return early only if the outlet is dropped."""
         while chunk and not self._is_dropped:
             if self._log is not None:
                 self._log.look()
@@ -172,8 +175,8 @@ class RelayQueue:
 class Lines:
     """Bytes from one pipe, passed on as whole lines. A line that stops for `WHOLE_LINE_SECONDS` is passed on unfinished.
 
-    A read from the pipe may end inside a line. Another pipe's line would then be written into it, and not at the same place in the
-    log and on the terminal.
+    A read from the pipe may end inside a line. If that part were written at once, another pipe's line could land in the line, at
+    different places in the log and on the terminal.
 
     Args:
         clock: function that returns seconds.
@@ -195,7 +198,7 @@ class Lines:
         return given
 
     def late(self) -> bytes:
-        """Take the beginning of a line that has waited long enough for its end."""
+        """Take the beginning of a line that has waited for its end for `WHOLE_LINE_SECONDS`; nothing if there is none."""
         if not self._begun or self._clock() - self._since_seconds < WHOLE_LINE_SECONDS:
             return b""
         given, self._begun = self._begun, b""
@@ -213,13 +216,13 @@ class Lines:
 
 
 def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int, changes: int, path: str) -> None:
-    """Carry bytes until all three pipes have ended.
+    """Carry bytes from the pipes to the log and the terminal, until all three pipes have ended.
 
     Args:
         both: pipe to the log and the terminal.
         for_terminal: pipe to the terminal alone.
         for_log: pipe to the log alone.
-        terminal: descriptor of the terminal or its replacement.
+        terminal: descriptor of the terminal, or of the pipe or file that standard output is.
         log: the log file's descriptor, open for appending.
         path: absolute path of the log file.
         changes: pipe to the rank, one line `outlet TAB change TAB lost lines TAB cause` per change.
@@ -272,7 +275,7 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
 
 
 def main() -> None:
-    """Run the relay on the command line's descriptors, then exit at once even if its threads still wait."""
+    """Run the relay with the descriptors from the command line. Then exit at once, even if the relay's threads still wait."""
     both, for_terminal, for_log, terminal, log, changes = map(int, sys.argv[1:7])
     os.set_blocking(changes, False)  # a hanging rank does not read it
     relay(both, for_terminal, for_log, terminal=terminal, log=log, changes=changes, path=sys.argv[7])

@@ -1,6 +1,6 @@
 """Sinks, the destinations for each step's record, and the choice of sinks by config.
 
-config.telemetry  ->  chosen_sinks  ->  metrics.jsonl, always; then those of `triaxis.engine.config.telemetry.SINKS`
+config.telemetry  ->  chosen_sinks  ->  metrics.jsonl always; then each sink in `engine/config/telemetry.py`, SINKS, that is set
 """
 
 import importlib
@@ -29,14 +29,14 @@ class Announcement:
 class Sink(ABC):
     """A destination for each step's record. A sink needs `name`, `open`, `record` and `close`; the rest is optional.
 
-    A call may raise any exception: the sink is then closed or dropped, and training goes on.
+    If a call raises any exception, the sink is not used again, or only after it is reopened. Training goes on.
 
     Attributes:
         name: sink name in events and on the terminal.
-        opens_again: whether `open` is tried again after a failure; if so, it must not wait for anything.
-        lines: file whose rows wait for room on a full disk.
-        announcement: event and line to report once the sink is open.
-        summary: terminal line after the run.
+        opens_again: whether the sink is opened again after a failure; if so, `open` must not wait for anything.
+        lines: the sink's JSON lines file, whose rows wait in memory while the disk is full; None if it has no such file.
+        announcement: event and line to report once the sink is open; None: nothing is reported.
+        summary: line to print after the run; None: no line.
     """
 
     name: ClassVar[str]
@@ -56,21 +56,28 @@ class Sink(ABC):
     @classmethod
     @abstractmethod
     def open(cls, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> Self:
-        """Open the sink on the logging rank, with its files in the run directory; `layout` has fields to filter runs by."""
+        """Open the sink on the logging rank, with its files in the run directory.
+
+        Args:
+            layout: parallel sizes, device and other fields by which users filter runs.
+        """
 
     @abstractmethod
     def record(self, metrics: StepMetrics) -> None:
-        """Write a step, or hand it to another process; it must not wait for a network."""
+        """Write a step's record, or hand it to another process; this call must not wait for a network."""
 
     @abstractmethod
     def close(self) -> None:
         """Write what is left, in bounded time."""
 
     def after_event(self) -> None:  # noqa: B027
-        """Check the event files: this rank has just written an event."""
+        """Called after this rank has written an event; the sink may read the event files for new events."""
 
     def close_early(self, limit_seconds: float) -> None:  # noqa: B027
-        """Write what is left within the limit, from another thread: the loop hangs and the process is about to be ended."""
+        """Write what is left, within the limit.
+
+        Another thread calls this when the loop hangs and the process is about to be ended.
+        """
 
 
 def chosen_sinks(config: Config) -> list[type[Sink]]:

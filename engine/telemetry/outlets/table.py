@@ -3,10 +3,10 @@
         step     loss        lr    grad  tokens/s  TFLOP/s    resident   s/step       ETA
      100/300   2.5123  2.41e-03   0.874    12,520   0.0632    0.582 GB    0.327      1:05
 
-Loss, learning rate and gradient norm belong to the line's step. Speeds and times are means over the steps since the previous line,
-so that a line shows the run's speed and not one step's. TFLOP/s are the model's, per device, as in MFU; `metrics.jsonl` also has
-those with recompute (`hardware_tflops_per_device`). Memory is the logging rank's peak: tensors on a GPU (`GPU memory`), the whole
-process on the CPU (`resident`).
+Loss, learning rate and gradient norm belong to the line's step. Speeds and times are means over the steps since the previous line.
+TFLOP/s are model FLOPs per device and second, as in MFU; `metrics.jsonl` also has the rate that counts recomputed FLOPs
+(`hardware_tflops_per_device`). Memory is the logging rank's peak: on a GPU, of its tensors (`GPU memory`); on the CPU, of the whole
+process (`resident`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def columns_of(num_steps: int, *, show_mfu: bool, memory: str) -> tuple[Column, 
 
     Args:
         num_steps: number of steps in the run.
-        show_mfu: whether a peak is known.
+        show_mfu: whether to include the MFU column; this needs a known peak rate for the device.
         memory: heading of the memory column, from `MEMORY`.
     """
     columns = (
@@ -59,7 +59,7 @@ def columns_of(num_steps: int, *, show_mfu: bool, memory: str) -> tuple[Column, 
 
 
 def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
-    """List the columns, in order, that fit on a terminal `width` characters wide."""
+    """Keep the columns that fit on a terminal `width` characters wide; order as in `columns`."""
     kept = list(columns)
     while sum(column.width + len(_GAP) for column in kept) - len(_GAP) > width:
         dispensable = max(kept, key=lambda column: column.goes_first)
@@ -70,7 +70,7 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
 
 
 def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memory: str) -> dict[str, str]:
-    """Format the line for the last step, by column; `steps` are all steps since the previous line."""
+    """Format the line for the last of `steps`, by column heading; `steps` are all steps since the previous line."""
     last = steps[-1]
     seconds = sum(step.step_time_seconds for step in steps)
 
@@ -94,7 +94,7 @@ def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memo
 
 
 class Table:
-    """The table's lines on one outlet. A header is due every 20 lines, and when the set of fitting columns changes."""
+    """The table's lines on one outlet. A header is due every `LINES_PER_HEADER` lines, and when other columns fit than before."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.first_width = columns[0].width

@@ -18,9 +18,9 @@ from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 class TensorBoardSink(Sink):
-    """Sink for TensorBoard. Each attempt writes its own files; a repeated step replaces the earlier one and all after it.
+    """Sink that writes each step to TensorBoard event files. Each attempt writes its own files.
 
-    When TensorBoard finds a session start, it discards the points it has read for that step and later steps.
+    When a step is repeated, a session start is written first. TensorBoard then discards the points of that step and all later ones.
 
     Raises:
         OSError: the folder cannot be written; no empty file is left in it.
@@ -56,7 +56,7 @@ class TensorBoardSink(Sink):
             self._writer.add_scalar(name, value, metrics.step)
 
     def _begin_at(self, step: int) -> None:
-        """Write a session start: after a crash, a rollback or a start from scratch, the steps from here on are repeated."""
+        """Write a session start at `step`: after a crash, a rollback or a start from scratch, it and later steps are repeated."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         started = Event(session_log=SessionLog(status=SessionLog.START))

@@ -1,18 +1,19 @@
 """Weights & Biases: one run over all attempts, which never blocks training.
 
-    WANDB_MODE=offline, disabled   that mode
-    no key                         offline, without a prompt
-    a key                          online; offline if that fails within its time limit
+    variable or key                mode
+    WANDB_MODE, WANDB_DISABLED     as set, unless it is online
+    no API key                     offline, without a prompt
+    an API key                     online; offline if wandb cannot go online within its time limit
 
-    learning/loss  speed/mfu ...      the charts in `charts.py`, against step; consumed_tokens is offered as another x axis
+    learning/loss  speed/mfu ...      the charts in `charts.py`, against the step; consumed_tokens is offered as another x axis
     alerts                            the events in `events.ALERTS`, whichever rank wrote them
 
-The mode is always set: otherwise wandb, with a key but no network, waits for 100 seconds and then fails (0.31). The run directory
-keeps the id, so that the next attempt continues the run. Offline attempts create new folders with the same id, and `wandb sync`
-joins them. wandb's own step counter is not used: it starts at 0 in every attempt. A step that a resume repeats adds one more point
-at the same step, with its own attempt; nothing is overwritten.
+The mode is always set: otherwise wandb 0.31, with a key but no network, waits for 100 seconds and then fails. The run directory
+keeps the wandb run's id, so that the next attempt continues that run. Offline attempts create new folders with the same id, and
+`wandb sync` joins them. wandb's own step counter is not used, because it starts at 0 in every attempt. A step that a resume repeats
+adds a second point at the same step, with another attempt number; nothing is overwritten.
 
-wandb's process writes to the disk every 15 seconds or so (0.31). If a job is killed, those last seconds are in metrics.jsonl alone.
+wandb 0.31 writes to the disk about every 15 seconds. If a job is killed, the last seconds are in metrics.jsonl alone.
 """
 
 import inspect
@@ -46,10 +47,10 @@ from triaxis.engine.telemetry.record.events import ALERTS, Event, read_events
 from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 _DEFAULTS: Mapping[str, float] = {"init_timeout": 20.0, "finish_timeout": 60.0}
-"""Time limits for wandb in seconds, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT are set. wandb's defaults: 90, and none."""
+"""Time limits for wandb in seconds, unless WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT is set. wandb's own: 90 and no limit."""
 
 _MOST_CHARACTERS = 300
-"""Longest detail that an alert includes."""
+"""Largest number of characters in a detail that an alert includes."""
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -59,7 +60,7 @@ _CLOSE_SECONDS = 90.0
 
 
 class WandbSink(Sink):
-    """Sink for wandb.
+    """Sink that logs each step to wandb.
 
     Args:
         config: run configuration, recorded whole.
@@ -70,7 +71,7 @@ class WandbSink(Sink):
         mode: resolved mode: online, offline or disabled.
         why: reason for an offline or disabled mode.
         url: the run's URL; None unless it is online.
-        sync_command: command that uploads what is only on disk, all attempts in order; None if there is nothing to upload.
+        sync_command: command that uploads all attempts' offline data in order; None unless the mode is offline.
 
     Raises:
         Exception: whatever wandb raises when not even offline works.
@@ -120,14 +121,14 @@ class WandbSink(Sink):
         self.close_early(_CLOSE_SECONDS)
 
     def close_early(self, limit_seconds: float) -> None:
-        """Send the last alerts and let wandb finish; any thread may call it before the process ends."""
+        """Send the last alerts and let wandb finish, within the limit; another thread may call it before the process ends."""
         with ending_its_process_after(limit_seconds):
             self._alerts.send()
             self._run.finish()
 
 
 class _Alerts:
-    """Alerts, one per event on any node, including other ranks' events and those from an attempt that died."""
+    """Alerts for events in `ALERTS`, one per event: other ranks' events too, and those from an attempt that died."""
 
     def __init__(self, run: Any, directory: RunDirectory) -> None:
         self._run = run
@@ -152,9 +153,10 @@ class _Alerts:
 
 
 def _alerted(marker: Path) -> Mapping[str, int]:
-    """Read `wandb_alerted`: bytes by file. If it is missing or damaged, the result is empty and people are alerted once more.
+    """Read `wandb_alerted`: by event file, the number of bytes for which alerts were sent.
 
-    Older runs had one event file for all nodes; their marker holds that file's bytes.
+    If the file is missing or damaged, the result is empty, and all alerts are sent once more. Older runs had one event file for all
+    nodes; their `wandb_alerted` holds that file's number alone.
     """
     try:
         held = parse_json(read_regular(marker))
@@ -165,7 +167,7 @@ def _alerted(marker: Path) -> Mapping[str, int]:
 
 
 def _in_words(event: Event) -> str:
-    """Describe an event for a mail or a chat; long texts stay in the event file and the rank's log."""
+    """Describe an event for a mail or a chat, without details over `_MOST_CHARACTERS`; the event file and the log have these."""
     at = f"step {event.step:,}, " if event.step is not None else ""
     rank = f"rank {event.rank}, " if event.rank is not None else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))
@@ -175,7 +177,7 @@ def _in_words(event: Event) -> str:
 
 
 def _sync_command(folder: str, run_id: str) -> str:
-    """Build the shell command that uploads one run's folders in creation order."""
+    """Build the shell command that uploads one wandb run's offline folders, in the order in which they were created."""
     return f"wandb sync {shlex.quote(folder)}/wandb/offline-run-*-{shlex.quote(run_id)}"
 
 
@@ -205,7 +207,7 @@ def _words_without_secrets() -> Iterator[None]:
 
 
 def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, str, str]:
-    """Start the run; return it, its mode, and why it is not online."""
+    """Start the wandb run; return the run, its mode, and why it is not online."""
     given = os.environ.get("WANDB_MODE") or ("disabled" if os.environ.get("WANDB_DISABLED") == "true" else "online")
     if given != "online":
         return wandb.init(mode=given, settings=settings, **arguments), given, "set by WANDB_MODE or WANDB_DISABLED"
@@ -223,7 +225,7 @@ def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, s
 
 @contextmanager
 def ending_its_process_after(limit_seconds: float) -> Iterator[None]:
-    """End wandb's own process if the block takes longer: wandb waits for it without a limit, and it may never end."""
+    """Kill wandb's own process if the block takes longer: wandb waits for it without a limit, and it may never end."""
     timer = threading.Timer(limit_seconds, _end_service)
     timer.daemon = True
     timer.start()
@@ -241,7 +243,7 @@ def _end_service() -> None:
 
 
 def _has_key(wandb: Any) -> bool:
-    """Whether wandb finds a key (environment, netrc) without a prompt. It may verify the key, which takes seconds.
+    """Whether wandb finds an API key (environment, netrc) without a prompt. wandb may verify the key, which takes seconds.
 
     Raises:
         Exception: wandb has found a key and cannot use it.
@@ -285,7 +287,7 @@ def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _kept_id(directory: RunDirectory) -> str:
-    """Read the id of this directory's wandb run, created in the first attempt. It becomes part of folder names.
+    """Read the id of this directory's wandb run, or create it in the first attempt. wandb uses the id in folder names.
 
     Raises:
         TriaxisError: the file holds something other than an id.

@@ -1,8 +1,8 @@
 """A run's events: moments that any rank records, over all attempts, in one file per node.
 
-    events/node_00000.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "validation", "step": 50, "val_loss": 2.31}\n
-    events/node_00007.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "hang", "step": 61, "rank": 58, "message": ...}\n
-                               {"unix_time_seconds": 1.76e9, "att    <- killed here: readers leave it out
+    events/node_00000.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "validation", "step": 50, "val_loss": 2.31}
+    events/node_00007.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "hang", "step": 61, "rank": 58, "message": ...}
+                               {"unix_time_seconds": 1.76e9, "att    <- the rank was killed here: readers ignore this line
 
 A record is flat: `unix_time_seconds`, `attempt`, `kind`, then `step`, `rank` and `message` if present, then the kind's own details
 by name. Floats that are not finite are the strings "nan", "inf", "-inf" (`triaxis.engine.telemetry.record.jsonl`).
@@ -20,8 +20,8 @@ other's lines. The node's number in the layout names the file, so later attempts
 **Reading.** `read_events` merges a run's files; nothing else opens them. It also reads `events.jsonl`, the single file that older
 versions wrote for all nodes.
 
-Rank 0's log cuts off a torn last line; the other logs only begin a new line. To add a kind, add a word to `EventKind`, and to
-`ALERTS` if a person should know at once. `triaxis report` shows every kind: `message` first, then the details.
+Rank 0's event log cuts off a torn last line; the other ranks' logs only begin a new line after it. To add a kind of event, add a
+word to `EventKind`, and to `ALERTS` if a person should know at once. `triaxis report` shows every kind: `message`, then details.
 """
 
 import heapq
@@ -91,7 +91,7 @@ ALERTS: Mapping[str, Literal["ERROR", "WARN"]] = {
     "slow_rank": "WARN",
     "stopped": "WARN",
 }
-"""Kinds that alert a person, with their severity: wandb sends an alert, and the report shows them in colour."""
+"""Event kinds that alert a person, with their severity: wandb sends an alert, and the report shows them in colour."""
 
 _TYPES: Mapping[str, Any] = {
     "unix_time_seconds": float | int,
@@ -110,11 +110,11 @@ class Event:
 
     Attributes:
         unix_time_seconds: time at which the event was written.
-        attempt: attempt number: how many times the run had been started before.
+        attempt: number of times the run had been started before this attempt.
         kind: one of `EventKind`; a file from another version may hold other words.
         step: step, counted from 1; None if the event belongs to no step.
-        rank: rank that wrote the event, or that it concerns; None if it concerns the whole run.
-        message: text for people: what happened and what follows; "" if the details suffice.
+        rank: rank that wrote the event, or that the event concerns; None if it concerns the whole run.
+        message: text for people: what happened, and what the run does about it; "" if the details suffice.
         details: the kind's own fields, as JSON values.
     """
 
@@ -163,11 +163,12 @@ class EventLog:
     def write(
         self, kind: EventKind, *, step: int | None = None, rank: int | None = None, message: str = "", **details: Any
     ) -> None:
-        """Append an event with the current time. On return it has left this process, unless the disk is full (`JsonLines`).
+        """Append an event with the current time. On return the operating system has it, unless the disk refuses it (`JsonLines`).
 
         Args:
             step: step, counted from 1.
             rank: rank that the event concerns, if it is not the writer.
+            message: text for people; "" for none.
             details: JSON values; floats need not be finite.
         """
         event = Event(
@@ -203,10 +204,10 @@ class EventsRead:
 def read_events(run: Path, since: Mapping[str, int] = NOTHING_READ) -> EventsRead:
     """Read the events from all nodes in a run directory, merged by attempt and time; empty if there is no file.
 
-    Node clocks may differ, so two nodes' events may swap places if they are closer together than that. Attempts never mix.
+    If two nodes' clocks differ by some seconds, their events within such a span may swap places. Attempts never mix.
 
     Args:
-        since: `ends` from an earlier call; only what was appended after it is read.
+        since: `ends` from an earlier call; only what was appended after that call is read.
     """
     found: list[list[Event]] = []
     num_unreadable, ends = 0, dict(since)

@@ -1,7 +1,9 @@
 """Ratios that describe the expert load in a layer.
 
-max over mean    the fullest expert's tokens over the mean: 1 is even, E / k is a layer in which k experts do all the work
-entropy          -sum p ln p / ln E over the load shares p: 1 is even, 0 is all on one expert
+A layer has E experts, and each token uses k of them:
+
+max over mean    the fullest expert's tokens over the mean: 1 if the load is even, E / k if k experts do all the work
+entropy          -sum p ln p / ln E over the experts' shares p: 1 if the load is even, 0 if one expert does all the work
 """
 
 import math

@@ -1,17 +1,19 @@
 """FLOPs in a training step, and the peak rates of known devices.
 
-A multiply-add counts as two FLOPs. Forward takes 2 per weight and token, backward twice that: 6 in all. Per token:
+A multiply-add counts as two FLOPs. The forward needs 2 per weight and token, the backward twice as many: 6 in all. The model has
+N weights in its GEMMs (the LM head counts once), L layers, a heads of size d, hidden size h and k experts per token. The sequence
+length is s. Per token:
 
-    model, causal      6 N + 6 L a d s      N: weights in all GEMMs, LM head once; a query sees s/2 keys on average
-    experts            N counts what a token goes through: the router, k experts and the shared experts ("active")
-    multi-token        each prediction layer is one more in L; N gains its 2 h^2 projection and the head once more
+    model, causal      6 N + 6 L a d s      a query sees s/2 keys on average
+    experts            N counts only what a token passes through: the router, k experts and the shared experts ("active")
+    multi-token        each multi-token prediction layer adds 1 to L, and its 2 h^2 projection and the head once more to N
     model, non-causal  6 N + 12 L a d s     as if every query saw all s keys (2205.05198, NVIDIA's published tables)
     hardware           causal, plus the forwards that recompute repeats, plus the head's padded columns
-    a window W         W - W^2 / 2s keys instead of s/2: the first W queries see as many as without a window (causal only)
-    documents          `data.attention: within` puts each document's length in place of s (`engine/data/document_statistics.py`)
+    a window W         a query sees W - W^2 / 2s keys, not s/2: the first W queries see as many as without a window (causal only)
+    documents          with `data.attention: within`, each document's length replaces s (`engine/data/document_statistics.py`)
 
-MFU divides model FLOPs by the peak, HFU hardware FLOPs. Papers use "MFU" for four numbers that differ by up to a third, so a
-printed one needs its convention.
+MFU is model FLOP/s divided by the peak; HFU is hardware FLOP/s divided by the peak. Papers use "MFU" for four numbers that differ
+by up to a third, so the convention is printed with the number.
 """
 
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ from triaxis.engine.config.stage_work import (
 from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
-"""Formula for `model_flops_per_token`, printed next to it; valid for queries and values of equal size."""
+"""Formula for `model_flops_per_token`, printed next to that number; valid if queries and values have equal sizes."""
 
 
 def gemm_weights(model: ModelConfig) -> int:
@@ -45,21 +47,21 @@ def gemm_weights(model: ModelConfig) -> int:
 def model_flops_per_token(
     model: ModelConfig, *, causal: bool = True, documents: DocumentStatistics | None = None
 ) -> int:
-    """Count the FLOPs per token that a forward and backward need mathematically, whatever the engine does.
+    """Count the FLOPs per token that a forward and backward need mathematically, whatever the engine executes.
 
     The vocabulary is the logical one: padding is the engine's choice. Norms, activations, embedding look-ups and the softmax are
     left out, as in every published formula (2104.04473 appendix, 2205.05198 appendix A).
 
     Args:
         model: model sizes.
-        causal: whether to count only the half of the attention matrix that a causal mask leaves.
+        causal: whether to count only the attention scores that a causal mask leaves; False counts all of them.
         documents: statistics of the documents that attention stays within; None if it crosses documents.
     """
     return 3 * (2 * gemm_weights(model) + sum(core_flops_forward(model, documents, causal=causal)))
 
 
 def convention(model: ModelConfig, documents: DocumentStatistics | None = None) -> str:
-    """Format the formula for `model_flops_per_token`, with the share of attention that windows and documents leave."""
+    """Format the formula for `model_flops_per_token`. If windows or documents shorten attention, add the share that is left."""
     seen, whole = sum(core_flops_forward(model, documents)), sum(core_flops_forward(model, None, causal=False)) // 2
     # A score multiplies one query's elements; the weighted sum multiplies one value's.
     sizes = "head size" if model.value_size == model.head_size else "mean size of queries and values"
@@ -72,24 +74,24 @@ def convention(model: ModelConfig, documents: DocumentStatistics | None = None) 
 
 
 def attention_share(model: ModelConfig, documents: DocumentStatistics) -> float:
-    """Attention FLOPs within documents, divided by those across documents."""
+    """Attention FLOPs if attention stays within documents, divided by those if it crosses documents."""
     return sum(core_flops_forward(model, documents)) / sum(core_flops_forward(model, None))
 
 
 def cost_of_imbalance(model: ModelConfig, documents: DocumentStatistics) -> float:
-    """Extra FLOPs on the dp rank with the most attention work, as a share of the mean over all ranks."""
+    """Extra FLOPs on the dp rank with the most attention work, as a share of the mean rank's FLOPs."""
     cores = zip(core_flops_forward(model, documents), model.kinds, strict=True)
     more = {kind.window: documents.imbalance(kind.window) - 1 for kind in set(model.kinds)}
     return 3 * sum(core * more[kind.window] for core, kind in cores) / model_flops_per_token(model, documents=documents)
 
 
 def cost_of_cp_imbalance(model: ModelConfig, documents: DocumentStatistics, imbalance: float) -> float:
-    """Extra attention FLOPs on the fullest cp rank, as a share of the mean rank's FLOPs.
+    """Extra attention FLOPs on the cp rank with the most attention work, as a share of the mean rank's FLOPs.
 
     Args:
         model: model sizes.
         documents: statistics of the documents that attention stays within.
-        imbalance: attention work on the fullest rank over the mean (`triaxis.engine.context_parallel.imbalance`).
+        imbalance: largest attention work on a rank, divided by the mean (`triaxis.engine.context_parallel.imbalance`).
     """
     attention = 3 * sum(core_flops_forward(model, documents))
     return (imbalance - 1) * attention / model_flops_per_token(model, documents=documents)
@@ -104,14 +106,14 @@ def hardware_flops_per_token(
     """Count the executed FLOPs per token: causal, padded vocabulary, recomputed forwards included.
 
     Not counted: the scores that flash attention recomputes in its backward, and kv projections for replicated heads. In latent
-    attention, also not counted: what each rank makes from other ranks' latents (context parallelism), and latent work that every
-    tp rank repeats (no sequence parallelism).
+    attention, two more things are not counted: keys and values that each rank computes from other ranks' latents (context
+    parallelism), and latent work that every tp rank repeats (no sequence parallelism).
 
     Args:
         model: model sizes.
-        recompute: resolved setting, never `auto`. Full, uniform repeats every layer's forward; full, block repeats the first
-            `num_layers` layers in every chunk. Other layers repeat attention's core and the MLP's first GEMM if these are among
-            the parts (other parts have no GEMM). `head_tokens` repeats the head's forward too.
+        recompute: resolved setting, never `auto`. `full` with method `uniform` repeats every layer's forward, with `block` only
+            that of the first `num_layers` layers in every chunk. Other layers repeat attention's core and the MLP's first GEMM if
+            these are among the parts (other parts have no GEMM). If `head_tokens` is set, the head's forward is repeated too.
         layers_per_chunk: number of transformer layers in each of the pp x vpp chunks, in model order.
         documents: statistics of the documents that attention stays within; None if it crosses documents.
     """
@@ -127,8 +129,8 @@ class LayerFlops(NamedTuple):
     """FLOPs per token in one layer.
 
     Attributes:
-        gemms: forward FLOPs in the linear layers; their input gradients and their weight gradients take as many each.
-        attention: forward FLOPs for scores and weighted sum; their gradients take twice as many, none for weights.
+        gemms: forward FLOPs in the linear layers. Input gradients need as many again, and so do weight gradients.
+        attention: forward FLOPs for scores and weighted sum. Their input gradients need twice as many; there are no weights.
         again: FLOPs that recompute repeats.
     """
 
@@ -143,7 +145,7 @@ def layer_flops(
     layers_per_chunk: Sequence[int],
     documents: DocumentStatistics | None = None,
 ) -> list[LayerFlops]:
-    """Count each layer's FLOPs, in model order; arguments as in `hardware_flops_per_token`."""
+    """Count each layer's FLOPs, in model order; the arguments are those of `hardware_flops_per_token`."""
     cores = core_flops_forward(model, documents)
     assert recompute.granularity != "auto", "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     limit = 0
@@ -168,7 +170,12 @@ def head_flops(model: ModelConfig) -> int:
 def core_flops_forward(
     model: ModelConfig, documents: DocumentStatistics | None = None, *, causal: bool = True
 ) -> list[int]:
-    """Count each layer's forward FLOPs per token for scores and weighted sum: 2 GEMMs of keys x a d, all keys if not causal."""
+    """Count each layer's forward FLOPs per token for scores and weighted sum: two GEMMs over the keys that a query sees.
+
+    Args:
+        documents: statistics of the documents that attention stays within; None if it crosses documents.
+        causal: whether a query sees only earlier keys, within its window if the layer has one; if not, it sees all keys.
+    """
     of_a_key = flops_of_a_key(model)
     if not causal:
         return [of_a_key * model.seq_length] * len(model.kinds)
@@ -214,7 +221,7 @@ _PEAKS: tuple[tuple[str, PeakRate], ...] = (
 
 
 _WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "RTX 3090")
-"""Devices in the table older than Ada and Hopper. By the same sources, all later ones run FP8 at twice the bf16 rate."""
+"""Devices in the table that are older than Ada and Hopper. By the same sources, all others run FP8 at twice the bf16 rate."""
 
 
 def known_peak(device_name: str, dtype: str, *, in_fp8: bool = False) -> PeakRate | None:

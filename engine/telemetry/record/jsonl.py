@@ -1,7 +1,7 @@
 """One JSON object per line, readable as soon as it is written: metrics.jsonl and the event files.
 
-    {"step": 1, "attempt": 0, ..., "loss": 5.5491, ...}\n
-    {"step": 2, "attempt": 0, ..., "loss": 5.4710, ...}\n
+    {"step": 1, "attempt": 0, ..., "loss": 5.5491, ...}
+    {"step": 2, "attempt": 0, ..., "loss": 5.4710, ...}
     {"step": 3, "att                                      <- the run was killed here: cut off when the file is opened again
 
 Floats keep all their digits: reading returns the same float64. JSON has no NaN and no infinity, so they are written as the strings
@@ -26,24 +26,24 @@ MOST_WAITING_BYTES = 16 * 2**20
 """Limit in bytes on lines that wait for disk space: metrics for some ten thousand steps."""
 
 _UNKNOWN = -1
-"""Position of a torn end that another process may still be completing."""
+"""Value of `_torn_at` if the file ended in a torn line when it was opened: another process may still be completing that line."""
 
 
 class JsonLines:
-    """A file to which all attempts in a run append objects.
+    """A JSON lines file to which all attempts in a run append objects.
 
     Objects that the disk refuses wait in memory, in order, and every later call tries again. Beyond `MOST_WAITING_BYTES` they are
     lost. A partly written line is completed later, or written again if another process has appended since.
 
     Args:
-        path: file to append to, created if missing. An incomplete last line is cut off.
-        heals: whether to cut off a torn end. False if another process appends too and may be in the middle of a line: the torn
-            end then stays and is ended, so that later objects start on new lines.
+        path: file to append to, created if missing.
+        heals: whether to cut off a torn last line. It must be False if another process appends too, because that process may be
+            in the middle of a line. A torn last line then stays, and the first object here starts on a new line.
 
     Attributes:
         num_healed_bytes: number of bytes cut off from a half-written line.
-        error: error that makes objects wait; None if none wait.
-        num_lost: number of lost objects.
+        error: last write's error, because of which objects wait; None if none wait.
+        num_lost: number of objects that were never written.
     """
 
     def __init__(self, path: Path, *, heals: bool = True) -> None:
@@ -59,7 +59,7 @@ class JsonLines:
         self._rest = b""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object in one call. Unless `error` is set, it has left this process on return."""
+        """Append one object in one write. On return, unless `error` is set, the operating system has the whole line."""
         line = (without_secrets(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)) + "\n").encode()
         with self._lock:
             if self._waiting_bytes + len(line) > MOST_WAITING_BYTES:
@@ -111,7 +111,7 @@ class JsonLines:
             self.error = None
 
     def _append(self, line: bytes) -> None:
-        """Write a line, or only its rest if the file still ends with its beginning.
+        """Write a line. If the file still ends with a part of this line, write only the rest.
 
         Raises:
             OSError: the line was not written, or only in part.
@@ -168,10 +168,10 @@ def read_records(
 ) -> Records:
     """Read a file's objects from byte `start`, which must begin a line; empty if there is no file.
 
-    An unfinished last line, and a line without an object, are counted and raise nothing: a killed run leaves one.
+    An unfinished last line, which a killed run leaves, and lines without a JSON object only count as unreadable; nothing is raised.
 
     Args:
-        kept: function that reduces an object to what stays in memory.
+        kept: function that reduces each object to what the caller needs, to save memory.
     """
     if not path.is_file():  # reading a FIFO would block
         return Records([], 0, start)

@@ -1,6 +1,6 @@
 """The typed record of one step, and the calculation of its speeds.
 
-    losses and norms (agreed by all ranks)  +  host time by part  +  FLOPs per token   ->   StepMetrics   ->   every sink
+    losses and norms (equal on all ranks)  +  host time by part  +  FLOPs per token   ->   StepMetrics   ->   every sink
 
 Losses are in nats per token. Speeds cover the whole job; `_per_device` speeds cover one rank. A step's time excludes validation.
 """
@@ -17,7 +17,7 @@ from triaxis.engine.telemetry.record.flops import PeakRate, hardware_flops_per_t
 from triaxis.engine.telemetry.timing.time_split import TimeSplit
 
 OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "measured")
-"""Fields left out of a record when they are None. The fields in each `Measured` replace `measured`."""
+"""Fields left out of a record when they are None. In a record, the `fields` of each `Measured` replace `measured`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +41,26 @@ class StepMetrics:
 
     Attributes:
         step: number of completed steps, this one included.
-        attempt: attempt number: how many times the run had been started before.
+        attempt: number of times the run had been started before this attempt.
         unix_time_seconds: time at which the step ended.
-        consumed_samples, consumed_tokens: totals since the run began, with this step and with masked tokens.
+        consumed_samples, consumed_tokens: totals since the run began, including this step and masked tokens.
         loss: nats per unmasked token in the global batch, before the update.
         loss_tokens: unmasked tokens in the global batch, or the sum of their weights.
-        lr: learning rate in this step's update.
+        lr: learning rate of this step's update.
         grad_norm: global gradient norm, before clipping.
         step_time_seconds: time between the previous step's end and this one's, without validation.
-        spans_seconds: the same time by part; the parts add up to it.
+        spans_seconds: seconds by part of the training loop; they add up to `step_time_seconds`.
         tokens_per_second: whole-job throughput, masked tokens included.
-        model_tflops_per_device: model TFLOP/s, causal, logical vocabulary (`triaxis.engine.telemetry.record.flops`).
-        hardware_tflops_per_device: hardware TFLOP/s, with recomputed forwards and the padded vocabulary.
-        mfu, hfu: those two over the device's peak, 0 to 1; None if no peak is known.
-        peak_memory_bytes: the logging rank's peak since the start: allocated by torch on a GPU, resident on a CPU.
-        cp_imbalance: attention work on the fullest context-parallel rank over the mean, in the logging rank's replica
-            (`triaxis.engine.context_parallel.imbalance`); None if rows are not cut or hold one document each.
+        model_tflops_per_device: model TFLOP/s: causal attention, logical vocabulary (`triaxis.engine.telemetry.record.flops`).
+        hardware_tflops_per_device: executed TFLOP/s: these also count recomputed forwards and the padded vocabulary.
+        mfu, hfu: model and hardware TFLOP/s divided by the device's peak, 0 to 1; None if no peak is known.
+        peak_memory_bytes: the logging rank's peak since its start: allocated by torch on a GPU, resident on a CPU.
+        cp_imbalance: the largest attention work on a context-parallel rank over the mean, in the logging rank's replica
+            (`triaxis.engine.context_parallel.imbalance`); None if rows are not cut, or if each row holds one document.
         val_loss: loss in the validation after this step, nats per token; None if there was none.
-        time_split: time split of the steps before this one, on all ranks
-            (`triaxis.engine.telemetry.timing.step_times`); None except on steps with a line.
-        measured: the meters' measurements, in their order.
+        time_split: parts of the step time, over the steps before this one and over all ranks
+            (`triaxis.engine.telemetry.timing.step_times`); None unless this step has a printed line.
+        measured: the meters' measurements, in the order of the meters.
     """
 
     step: int
@@ -99,7 +99,7 @@ class Meter:
     """Calculator that turns a step's result and duration into `StepMetrics`.
 
     Args:
-        config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which overrides the device table.
+        config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which overrides the table of device peaks.
         layers_per_chunk: number of transformer layers in each of the pp x vpp chunks.
         world_size: number of devices that share the work.
         device_name: torch's device name; "cpu" has no peak.
@@ -140,7 +140,7 @@ class Meter:
         peak_memory_bytes: int,
         cp_imbalance: float | None = None,
     ) -> StepMetrics:
-        """Build a finished step's record; `step` counts from 1."""
+        """Build the record of a completed step; `step` counts from 1."""
         spans = {part.value: seconds for part, seconds in spans_seconds.items() if part is not StepPart.VALIDATION}
         step_time_seconds = sum(spans.values())
         tokens_per_second = self._plan.tokens_per_step / step_time_seconds

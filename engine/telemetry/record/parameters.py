@@ -1,11 +1,11 @@
 """Parameter counts by module: from a formula, from the parameter list, and from what was built.
 
     formula   from the sizes in the config alone, written without looking at `models/specs.py`
-    list      from `models/specs.py`
-    count     from the ranks' parameter records; a box that n ranks hold counts 1/n on each
+    list      the parameters that `models/specs.py` lists
+    count     from the ranks' parameter records; a box (a rank's part of a parameter) that n ranks hold counts 1/n on each
 
-Count and list must agree exactly. A layer that was dropped because it did not divide shows as a difference when the run starts.
-List and formula agree for every model that a configuration can name; a parameter added to the list is reported with its name and
+Count and list must agree exactly: if a layer was lost when the layers were divided among stages, the start banner shows it. List
+and formula agree for every model that a configuration can name. A parameter that only the list has is reported with its name and
 size. Padding is outside the logical shapes and is never counted.
 """
 
@@ -30,22 +30,26 @@ _IN_FORMULA = re.compile(
 
 
 def parameters_by_module(model: ModelConfig) -> dict[str, int]:
-    """Count parameters by module (`MODULES`), from the formula; logical vocabulary V.
+    """Count parameters by module (`MODULES`) from the formula, with the logical vocabulary.
 
-    h hidden, a heads, g kv heads, d head size, f MLP width, L layers, S sequence:
+    V is the vocabulary size, h the hidden size, a the number of heads, g of kv heads, d the head size, f the MLP width and S the
+    sequence length. There are D multi-token prediction layers, and L layers with these included. A norm has h' parameters: h, or
+    2 h in a LayerNorm. "+ X if C" adds X only if C holds:
 
-        embedding   V h  (+ S h with learned positions)
-        attention   L (2 a d h + 2 g d h)     biases: qkv  L (a + 2 g) d      all  + L h      sinks: a in each layer with them
-        mlp         L 2 f h   (gated: 3)      biases: all  L (f + h)   (gated: 2 f + h)
-                    with experts: (E + shared) f_e in place of f, plus E h for the router, plus E if it has a choice bias
-        mtp         D 2 h^2 for D multi-token prediction layers, which count among the L in all rows but embedding and head
-        norms       (2 L + 3 D + 1) h  (LayerNorm: 2 each)   before and after each branch  + 2 L h
-                    QK-norm  + 2 L d, over all heads  L (a + g) d      latents  + L (r_q + r)
-        head        V h, 0 if tied
+        embedding   V h                           + S h if positions are learned
+        attention   L (2 a d h + 2 g d h)         + L (a + 2 g) d if bias is qkv or all; + L h if all; + a for each layer with sinks
+        mlp         L 2 f h   (gated: 3 f h)      + L (f + h) if bias is all   (gated: 2 f + h)
+        mtp         D 2 h^2
+        norms       (2 L + 3 D + 1) h'            + 2 L h' if norms stand both before and after each branch
+                                                  + 2 L d if QK-norm, or L (a + g) d if over all heads; + L (r_q + r) for latents
+        head        V h                           0 if tied
 
-    Latent attention, with query and key latents r_q and r, and head sizes dn + dr and dv:
+    In a layer with experts, E of them and some shared ones, all f_e wide, (E + shared) f_e replaces f. The router adds E h, and E
+    more if it has a choice bias. Latent attention has query and key latents of sizes r_q and r, and head sizes dn + dr and dv:
 
-        attention   L ((r_q + r + dr) h + r_q a (dn + dr) + r a (dn + dv) + a dv h)      without r_q, h in the second product
+        attention   L ((r_q + r + dr) h + r_q a (dn + dr) + r a (dn + dv) + a dv h)
+
+    If there are no query latents, r_q is 0 in the first factor, and h replaces r_q in the second product.
     """
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
     ahead = 0 if model.mtp is None else model.mtp.num_layers
@@ -83,7 +87,7 @@ def parameters_by_module(model: ModelConfig) -> dict[str, int]:
 
 
 def _experts(model: ModelConfig, moe: MoEConfig | None) -> int:
-    """Count the parameters in a layer's router and experts."""
+    """Count the parameters in the router and the experts of one layer."""
     if moe is None:
         return 0
     width = (moe.num_experts + moe.shared_experts) * moe.ffn_hidden_size
@@ -93,7 +97,7 @@ def _experts(model: ModelConfig, moe: MoEConfig | None) -> int:
 
 
 def num_active(model: ModelConfig) -> int:
-    """Count the parameters that a token uses: all but the experts it is not routed to."""
+    """Count the parameters that one token uses: all but the experts that it is not routed to."""
     moe = model.moe
     total = sum(parameters_by_module(model).values())
     if moe is None:
@@ -113,16 +117,16 @@ def module_of(name: str) -> str:
 def local_counts(
     records: Iterable[ParamRecord], owners: Mapping[ReduceAxis, int], replicas: Mapping[str, int]
 ) -> dict[str, float]:
-    """Compute this rank's share of the parameters, by module; summed over all ranks, the shares are the count.
+    """Compute this rank's share of the parameters, by module. Summed over all ranks, the shares give the model's parameter count.
 
     Args:
         records: records of all parameters that this rank holds.
-        owners: size of each axis that gradients are reduced over; all its ranks hold the box.
-        replicas: size of each axis that a record may name as its replicas (`tp`, `kv_replicas`, `ends`).
+        owners: number of ranks on each axis that gradients are reduced over; all these ranks hold the same box.
+        replicas: number of ranks on each axis that a record may name as its replicas (`tp`, `kv_replicas`, `ends`).
 
     Returns:
-        Shares as floats, for one all-reduce. With n ranks a share is k/n; `round_counts` rounds the sum, exact below 2^50
-        parameters.
+        Shares as floats, for one all-reduce. If n ranks hold a box of k elements, its share is k/n. `round_counts` rounds the sum,
+        which is exact below 2^50 parameters.
     """
     shares = dict.fromkeys(MODULES, Fraction(0))
     for record in records:
@@ -137,7 +141,7 @@ def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
 
 
 def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: ModelConfig) -> list[str]:
-    """Format lines for the start banner: the parameters, and where count, list and formula differ.
+    """Format lines for the start banner: the parameter count by module, and any difference between count, list and formula.
 
     Args:
         counted: parameters on the ranks, by module.
@@ -165,7 +169,10 @@ def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: Mod
 
 
 def _beside_formula(listed: Mapping[str, int], of_list: Mapping[str, int], formula: Mapping[str, int]) -> Iterator[str]:
-    """Yield the parameters that the formula lacks; or the module's name, if these do not explain the module's difference."""
+    """For each module, yield the names of listed parameters that the formula lacks.
+
+    If these do not explain the difference between list and formula in a module, yield the module's name instead.
+    """
     new: dict[str, dict[str, int]] = {module: {} for module in MODULES}
     for name, numel in listed.items():
         if not _IN_FORMULA.search(name):

@@ -5,26 +5,28 @@
     rank 0  |F0|F1|...|B0|...                replayed     the same actions with the same durations, order and beginnings,
     rank 1  |..|F0|B0|F1|B1|                              but every message arrives at once
 
-**The replay** needs neither synchronized clocks nor message times. A rank's wait in the replay is its `bubble`; any measured wait
-beyond that is `exposed_pp`. So a late message costs exposed_pp where it is late and at every stage that it delays, but no bubble.
-Each step is replayed by itself, with its own durations: an action that took longer than usual makes bubble after it.
+**The replay** needs neither synchronized clocks nor message times. A rank's wait in the replay is its `bubble`. The rest of its
+measured wait is `exposed_pp`. So a late message costs exposed_pp where it is late and at every stage that it delays, but no bubble.
+Each step is replayed by itself, with its own durations. An action that took longer than usual causes bubble where others wait for
+it.
 
-**Where the ranks begin.** A pipeline's ranks begin a step at different moments (one had more to update, or to write down). These
-moments share one zero, the step's last all-reduce. No rank leaves it before all have entered it, and all leave it together, to
-within such a small message's latency.
+**When the ranks begin.** A pipeline's ranks begin a step at different moments (one had more to update, or to write to disk). All
+moments count from the step's last all-reduce, so that they can be compared. No rank leaves that call before all have entered it,
+and all leave it at the same time, to within a small message's latency.
 
-**The end of a step.** Here a rank whose stage finishes early waits for its pipeline's last rank. This wait is at most the time by
-which that rank finished later, and at most the rank's wait beyond the shortest wait on any rank. It counts as a wait for another
-stage. Any wait beyond it is exposed_dp in the sum over first and last stage (tied embeddings), and `other` in the agreement of all.
+**The end of a step.** A rank whose stage finishes early waits there for its pipeline's last rank. This wait counts as a wait for
+another stage. It is the smaller of two times: by how much the last rank finished later, and by how much this rank's wait is longer
+than the shortest wait on any rank. What is left of the rank's wait is exposed_dp if it was in the sum over first and last stage
+(tied embeddings), and `other` if it was in the agreement of all ranks.
 
-**Echoes.** In one stage of a replica, each rank (tp x cp) gets its own message. A rank whose message has arrived goes on. In its
-next tensor- or context-parallel call it then waits for a rank whose message is late. This echo is the smaller of two differences:
-how much less it waited for its input than the peer that waited longest, and how much longer its action took than the fastest
-peer's. The echo is taken out of the action, and out of exposed_tp and exposed_cp in proportion to the rank's waits for both kinds
-of call. Calls to experts also join replicas, so their waits stay exposed_ep.
+**Echoes.** The tp x cp ranks that share a stage get one message each. A rank whose message has arrived goes on, but its next
+tensor- or context-parallel call waits for a rank whose message is late. This wait is the late message's echo. It is the smaller of
+two differences: how much shorter the rank waited for its input than the peer that waited longest, and how much longer its action
+took than the fastest peer's. The echo is subtracted from the action, and from exposed_tp and exposed_cp in proportion to the rank's
+waits in both kinds of call. Calls to experts also connect replicas, so waits in them stay exposed_ep.
 
-`schedule_bubbles` come from the simulator, with mean forward and backward durations per stage. Measured bubble beyond them comes
-from actions whose durations vary.
+`schedule_bubbles` are simulated with each stage's mean forward and backward durations. If the measured bubble is larger, the rest
+is due to actions whose durations vary.
 """
 
 from collections.abc import Sequence
@@ -52,11 +54,11 @@ from triaxis.engine.telemetry.timing.time_split import (
 Seconds = NDArray[np.floating]
 
 _KINDS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
-"""Action kinds whose durations are kept separate, like the simulator's costs; a schedule has B, or I and W."""
+"""Action kinds whose mean durations are computed separately, as the simulator's costs are. A schedule has either B, or I and W."""
 
 
 def num_actions(schedule: Schedule) -> int:
-    """Number of actions in `StepTally.numbers`: the largest on any rank; 0 without a pipeline."""
+    """Number of actions per step in `StepTally.numbers`: the largest on any rank; 0 without a pipeline."""
     return max(map(len, schedule.actions)) if schedule.placement.pp > 1 else 0
 
 
@@ -65,11 +67,11 @@ class _Waits:
     """Mean waits per step, in seconds.
 
     Attributes:
-        bubble, late: [ranks], waits for another stage, by their two causes.
-        tp_echo, cp_echo: [ranks], part of `late` and `bubble` that was waited in tensor- and in context-parallel calls.
-        drain: [ranks], part of `late` and `bubble` that was waited at the end of the step.
-        summed: [ranks], waits beyond `drain` in the sum over first and last stage.
-        schedule: simulated bubble per rank.
+        bubble, late: [ranks], waits for another stage: those that remain in the replay, and the rest, which messages cause.
+        tp_echo, cp_echo: [ranks], the part of `bubble` + `late` that was spent in tensor- and in context-parallel calls.
+        drain: [ranks], the part of `bubble` + `late` that was spent at the end of the step.
+        summed: [ranks], waits in the sum over first and last stage, less `drain`.
+        schedule: simulated bubble for each rank.
     """
 
     bubble: Seconds
@@ -82,7 +84,7 @@ class _Waits:
 
 
 class Attribution:
-    """The calculation of `TimeSplit`s from all ranks' numbers; `places` has their coordinates in rank order."""
+    """The calculation of `TimeSplit`s from all ranks' numbers; `places` has the ranks' coordinates, in rank order."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Coordinates]) -> None:
         self._schedule = schedule
@@ -100,7 +102,7 @@ class Attribution:
         self._order = _order(schedule) if self._num_actions else []
 
     def work_out(self, rows: Seconds, first_step: int, last_step: int) -> TimeSplit:
-        """Compute the split for steps `first_step` to `last_step`; `rows` has each rank's `StepTally.numbers`, [ranks, n]."""
+        """Compute the split for steps `first_step` to `last_step`; `rows` [ranks, n] has each rank's `StepTally.numbers`."""
         waits = self._causes(rows[:, USUAL + 1 :])
         ranks = []
         for rank, row in enumerate(rows[:, : len(SPANS)].tolist()):
@@ -125,7 +127,7 @@ class Attribution:
         )
 
     def _causes(self, steps: Seconds) -> _Waits:
-        """Split waits by cause; `steps` is [ranks, steps x numbers], one `PipelineStep.numbers` after the other."""
+        """Split waits by cause; `steps` is [ranks, steps x numbers], where each step has its `PipelineStep.numbers`."""
         num_ranks, most = len(self._places), self._num_actions
         if not most:
             nothing = np.zeros(num_ranks)
@@ -159,13 +161,13 @@ class Attribution:
         )
 
     def _by_rank(self, seconds: Seconds) -> Seconds:
-        """Average [dp, pp, cp x tp, steps] over the steps, to [ranks]."""
+        """Average [dp, pp, cp x tp, steps] over the steps, and reorder to [ranks]."""
         result = np.empty(len(self._places))
         result[self._ranks] = seconds.mean(axis=-1)
         return result
 
     def _replayed(self, begin: Seconds, durations: Seconds) -> Seconds:
-        """Replay the steps with messages that take no time; return each stage's waits, [dp, pp, steps].
+        """Replay the steps with messages that need no time; return each stage's waits, [dp, pp, steps].
 
         `begin` is [dp, pp, steps], `durations` [dp, pp, steps, actions].
         """
@@ -181,7 +183,7 @@ class Attribution:
         return np.maximum(bubble, 0.0)
 
     def _simulated(self, durations: Seconds) -> list[float]:
-        """Simulate the schedule with each stage's mean action durations; return the bubble per pipeline rank."""
+        """Simulate the schedule with each stage's mean action durations; return the bubble in seconds, by pipeline index."""
         placement = self._schedule.placement
 
         def mean(stage: int, kinds: Sequence[Kind]) -> float:
@@ -201,7 +203,11 @@ class Attribution:
 
 
 def _order(schedule: Schedule) -> list[tuple[int, int, int | None]]:
-    """List all ranks' actions, each after its feeder: rank, number on the rank, the feeder's place in this list."""
+    """List all pipeline ranks' actions, so that each follows the action whose output it receives.
+
+    An entry has the action's pipeline rank, its index on that rank, and the list index of the action whose output it receives
+    (None if it receives nothing).
+    """
     placement = schedule.placement
     timeline = simulate(schedule, Costs.uniform(placement.num_stages))
     started = sorted(

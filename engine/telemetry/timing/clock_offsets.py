@@ -1,12 +1,14 @@
-"""Offsets between the ranks' clocks, measured by small all-reduces, a call that the run has anyway.
+"""Offsets between the ranks' clocks, measured with small all-reduces.
 
     rank 0    enters        leaves                     no rank leaves an all-reduce before all have entered it:
     rank 3          enters   leaves
                                                        entered(0) <= left(3) - offset(3)   and   entered(3) - offset(3) <= left(0)
 
-So each round bounds a rank's offset from both sides, whatever the network did. The tightest bounds over many rounds are kept. The
-offset is their middle, and its error is at most half their distance (a bound, not an estimate). On one machine that is one
-all-reduce's time, some tens of microseconds; between machines it grows with the latency.
+Here entered(r) and left(r) are readings of rank r's own clock, and offset(r) is how far this clock is ahead of rank 0's. So each
+round bounds a rank's offset from both sides, whatever the network did. The tightest bounds over many rounds are kept. The offset is
+their middle, and its error is at most half their distance (a bound, not an estimate). On one machine that is one all-reduce's time,
+some tens of microseconds; between machines it grows with the latency. The run has all-reduces anyway, so no new kind of call is
+needed.
 """
 
 import time
@@ -24,7 +26,7 @@ NUM_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """This rank's clock reading at the ranks' common zero, and its largest possible error."""
+    """What this rank's clock showed at the ranks' common zero, and the largest possible error of that reading."""
 
     origin_seconds: float
     error_seconds: float
@@ -33,12 +35,12 @@ class ClockOffset:
 def measure_offset(
     world: Axis, device: torch.device, clock: Callable[[], float] = time.perf_counter, num_rounds: int = NUM_ROUNDS
 ) -> ClockOffset:
-    """Compare this rank's clock with the one on the axis's first member; every member calls it at the same point.
+    """Compare this rank's clock with that of the axis's first member; every member calls it at the same point.
 
     Args:
         world: axis over all ranks whose clocks are compared.
         clock: function that returns seconds and never goes back.
-        num_rounds: number of all-reduces; the first ones are slow.
+        num_rounds: number of all-reduces; many are needed, because the first ones are slow.
     """
     moments = []
     for _ in range(num_rounds):

@@ -1,12 +1,12 @@
 """The clocks that mark a step: the host's, and a CUDA stream's.
 
-    CPU    `Pending.wait` stops the host, so the host's clock sees what each wait costs
-    GPU    it stops the stream and the host runs ahead: an event is recorded on the current stream before and after, and the time
-           between two events is what the device took from one to the other, idle time included
+    CPU    `Pending.wait` stops the host, so the host's clock shows what each wait costs
+    GPU    `Pending.wait` stops the stream, and the host runs ahead. So an event is recorded on the current stream before and after
+           the wait; the time between two events is the device's time from one to the other, idle time included
 
 An event costs the host some microseconds, so a GPU run marks only sampled steps (`StreamClock.samples`). A host clock reading costs
-a tenth of a microsecond, so a CPU run marks every step. Nothing here waits for the device during a step: events are queried when
-the host has read numbers that were computed after them.
+a tenth of a microsecond, so a CPU run marks every step. Nothing here waits for the device during a step: events are queried after
+the host has read numbers that the device computed after these events.
 """
 
 import time
@@ -33,7 +33,7 @@ class HostClock:
 
 
 class StreamClock:
-    """A clock that follows the current CUDA stream's work on any thread: forward on the main thread, backward on autograd's."""
+    """A clock whose marks are CUDA events on the current stream, from any thread: the main thread or autograd's."""
 
     samples = True
 

@@ -5,14 +5,14 @@
     wait               |     | tp |        |      |  | pp |           |         | world |  |
     marks         ^    ^     ^    ^        ^      ^  ^    ^ ^         ^         ^       ^  ^
 
-Between two marks the rank does one thing, so a step is cut without gaps, by construction. Parts come from the training loop,
-instructions from the executor, waits for calls and host reads from the ledger. A mark is a host clock reading if waits stop the
-host, and a CUDA event if they stop a stream (`triaxis.engine.telemetry.timing.clocks`). An event has no time until the device has
-reached it. So marks are read together with their step's numbers, and nothing waits for them.
+Between two marks the rank does one thing, so a step is split without gaps, by construction. The training loop reports parts, the
+executor instructions, and the ledger waits for calls and host reads. A mark is a host clock reading if waits stop the host, and a
+CUDA event if they stop a stream (`triaxis.engine.telemetry.timing.clocks`). An event has no time until the device has reached it.
+So the marks of a step are read together with the step's numbers, and nothing waits for them.
 
 Context-parallel calls run while something else is computed. Each has two marks: when it was posted, and when its future completes.
 gloo runs a future's callback on its own thread once the result exists. NCCL's future completes once the call is enqueued, and torch
-runs the callback with a current stream that waits for the call. An event recorded there is reached when the call is over (see
+runs the callback with a current stream that waits for the call. An event recorded on it is reached when the call is over (see
 `torch.distributed.Work.get_future`).
 """
 
@@ -27,7 +27,10 @@ from triaxis.engine.run.step_parts import StepPart
 
 
 class Activity(NamedTuple):
-    """A rank's activity between two marks; the innermost field that is set counts. `wait` is for a call or for a host read."""
+    """A rank's activity between two marks: a part, an instruction inside it, and a wait inside that instruction or part.
+
+    The last field that is set tells what the rank does. `wait` is the ledger's event for a call or a host read.
+    """
 
     part: StepPart
     instruction: Instruction | None = None
@@ -35,7 +38,7 @@ class Activity(NamedTuple):
 
 
 class Clock(Protocol):
-    """A source of marks that measures the time between them; `samples` is true if marks are too costly for every step."""
+    """A source of marks that measures the time between them. `samples` is true if marking every step would cost too much."""
 
     @property
     def samples(self) -> bool: ...
@@ -44,14 +47,14 @@ class Clock(Protocol):
         """Mark this moment in the order of this rank's work."""
 
     def elapsed(self, marks: Sequence[Any]) -> list[float]:
-        """Measure seconds from the first mark to each one; their step's numbers must have been read."""
+        """Measure the seconds from the first mark to each one; the host must have read the step's numbers before."""
 
     def anchor(self) -> tuple[Any, float]:
-        """Make a mark, and read `time.perf_counter` at the same moment; may wait for the device."""
+        """Make a mark, and read `time.perf_counter` at the same moment; this may wait for the device."""
 
 
 class CallMarks(NamedTuple):
-    """Marks for a call that may be hidden: one when it was posted, and one per handle when it was over."""
+    """Marks of a call that may be hidden: `posted` when the call was posted, and one in `over` per handle when it was over."""
 
     posted: Any
     over: list[Any]
@@ -74,7 +77,10 @@ class MarkedStep:
     calls: list[CallMarks] = field(default_factory=list)
 
     def calls_elapsed(self, clock: Clock) -> list[tuple[float, float]]:
-        """Measure each call's start and end, in seconds from the step's first mark; its numbers must have been read."""
+        """Measure each call's start and end, in seconds from the step's first mark.
+
+        The host must have read the step's numbers before. Calls without an end mark are left out.
+        """
         ended = [call for call in self.calls if call.over]
         marks = [mark for call in ended for mark in (call.posted, *call.over)]
         _, *times, _ = clock.elapsed([self.marks[0], *marks, self.marks[-1]])
@@ -85,7 +91,7 @@ class MarkedStep:
 class TimeMarks:
     """One rank's marks, which follow its parts, instructions and waits (`triaxis.engine.comm.ledger.WaitObserver`).
 
-    No step is marked before `begin`. Nothing is done in an unmarked step.
+    No step is marked before `begin`. In an unmarked step, no mark is made.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -97,23 +103,23 @@ class TimeMarks:
         self._ended: deque[MarkedStep] = deque()
 
     def begin(self, steps_made: int, *, is_marked: bool) -> None:
-        """Begin after `steps_made` steps, at a run's start or after a rollback; forget marks that were not taken."""
+        """Begin after `steps_made` steps, at a run's start or after a rollback; drop marks that were not taken."""
         self._ended.clear()
         self._part, self._instruction = StepPart.OTHER, None
         self._start(steps_made + 1, is_marked)
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part."""
+        """Record that the loop enters `part`."""
         self._part, self._instruction = part, None
         self._switch(None)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """Follow the executor to its next instruction; None after the last one."""
+        """Record that the executor begins `instruction`; None after the last one."""
         self._instruction = instruction
         self._switch(None)
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
-        """Mark a call that may be hidden, and its end once it is over."""
+        """Mark the post of a context-parallel call in a forward or backward, and the end of each of its handles."""
         running = self._running
         if running is None or posted.axis != "cp" or self._part is not StepPart.FORWARD_BACKWARD:
             return
@@ -135,7 +141,7 @@ class TimeMarks:
         self._switch(mark)
 
     def read_ends(self) -> None:
-        """Mark the end of a host read; a device has been idle since it had the numbers."""
+        """Mark the end of a host read; the device has been idle since it computed the numbers."""
         self._switch(None)
 
     def end_step(self, *, next_is_marked: bool) -> None:
@@ -149,7 +155,7 @@ class TimeMarks:
         self._start(self._step + 1, next_is_marked, mark)
 
     def take(self, step: int) -> MarkedStep | None:
-        """Take a finished step's marks, once; None if it was not marked. Earlier steps are forgotten."""
+        """Take the marks of step `step` (from 1), once; None if it was not marked. Marks of earlier steps are dropped."""
         while self._ended and self._ended[0].step <= step:
             ended = self._ended.popleft()
             if ended.step == step:
@@ -166,7 +172,7 @@ class TimeMarks:
         self._switch(None, mark)
 
     def _switch(self, wait: Event | None, mark: Any = None) -> None:
-        """Begin another activity, at the given mark or at a new one."""
+        """Begin an activity with the current part and instruction, at the given mark or at a new one."""
         running = self._running
         if running is not None:
             running.marks.append(self.clock.mark() if mark is None else mark)

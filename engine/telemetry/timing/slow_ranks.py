@@ -1,6 +1,6 @@
 """Detection of ranks that compute longer than ranks with the same work.
 
-    stage 0   rank 0  41 ms    rank 1  40 ms    rank 4  58 ms    rank 5  41 ms        rank 4: 42 % over the median of the others
+    stage 0   rank 0  41 ms    rank 1  40 ms    rank 4  58 ms    rank 5  41 ms        rank 4: 41 % over the median of the others
     stage 1   rank 2  35 ms    rank 3  35 ms    rank 6  36 ms    rank 7  35 ms
 
 Ranks in one pipeline stage hold equal parts of the same layers and see equally many tokens, so they should compute equally long.
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLOWER_BY = 0.3
-"""Excess over the others' median, as a fraction of it, that makes a rank slow."""
+"""A rank is slow if its compute time exceeds the others' median by more than this fraction of the median."""
 
 IN_A_ROW = 3
-"""Number of reports in a row in which a rank must be slow: one alone may be a neighbour's job, or a garbage collection."""
+"""Number of reports in a row in which a rank must be slow. A single one may be due to a neighbour's job or a garbage collection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,12 @@ class SlowRank:
 
 
 class SlowRanks:
-    """A comparison of ranks within each pipeline stage, which names a rank once when it becomes slow."""
+    """A comparison of ranks within each pipeline stage, which reports a rank once when it becomes slow.
+
+    Args:
+        stage_ranks: each rank's pipeline index, in rank order.
+        hosts: each rank's host name, in rank order.
+    """
 
     def __init__(self, stage_ranks: Sequence[int], hosts: Sequence[str]) -> None:
         self._hosts = hosts
@@ -71,7 +76,7 @@ class SlowRanks:
 
 
 def _median_without(in_order: Sequence[float], place: int) -> float | None:
-    """Median of ascending values without the one at `place`; None if no other is left."""
+    """Median of ascending values, leaving out the value at `place`; None if no other value is left."""
     count = len(in_order) - 1
     if not count:
         return None

@@ -6,11 +6,11 @@
            |                       gather  |   2 to 9
            warms up
 
-A rank's row has sixteen numbers; with a pipeline, six more for each measured step and two for each of the step's actions. Rows
-travel to rank 0 along tp, pp and dp (`triaxis.engine.comm.gather`). The first of these calls is posted when the numbers of the step
-before a line are read, the others when the line's own are. So a line shows where the time of the steps before it went. An attempt's
-first step warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps are marked on every
-device.
+A rank's row has sixteen numbers. With a pipeline, each measured step adds six, and each of its actions two. Rows travel to rank 0
+along tp, then pp, then dp (`triaxis.engine.comm.gather`). The first of these calls is posted when the host reads the numbers of
+the step before a line; on a GPU the others are posted at once, on the CPU when the host reads the line's own step. So a line shows
+the split of the steps before it. An attempt's first step warms up and is in no split. On a GPU only the step before a line is
+measured, because marks cost time there; the timeline's steps are measured on every device.
 """
 
 import sys
@@ -42,9 +42,9 @@ class StepTimes(StepWatcher):
     """Step times for this rank and, on rank 0, for all ranks. All ranks make the same calls.
 
     Args:
-        config: telemetry settings: the interval between lines, and whether times are split.
-        topology: this rank's topology; `marks` follow its waits.
-        marks: this rank's marks; they follow its instructions too.
+        config: telemetry settings; the interval between lines and `time_split` are read.
+        topology: this rank's topology; its waits must be reported to `marks`.
+        marks: this rank's time marks; its instructions must be reported to them, too.
         num_steps: number of steps in the whole run.
         timeline: this rank's timeline row, with the same steps on all ranks; None if the run has no timeline.
     """
@@ -79,7 +79,7 @@ class StepTimes(StepWatcher):
             self._attribution = Attribution(schedule, places)
 
     def begin(self, steps_made: int) -> None:
-        """Begin the first measurement; after a rollback, forget the one under way."""
+        """Begin to measure after `steps_made` steps; after a rollback, drop the measurement under way."""
         self._collect()
         self._tally = StepTally()
         self._step = steps_made
@@ -93,14 +93,18 @@ class StepTimes(StepWatcher):
         self._marks.enter(part)
 
     def end_step(self) -> None:
-        """End a step whose work the host has posted."""
+        """End a step on the host; the device may not have finished the step's work."""
         self._step += 1
         self._marks.enter(StepPart.OTHER)
         self._compare_clocks()
         self._marks.end_step(next_is_marked=self._is_marked(self._step + 1))
 
     def on_step(self, step: int) -> TimeSplit | None:
-        """Take the marks of step `step` (from 1), whose numbers were read; return its line's split on the logging rank."""
+        """Evaluate step `step` (from 1), whose numbers have just been read.
+
+        Returns:
+            On the logging rank, the split to print with this step's line. None if the step has no line, and on other ranks.
+        """
         split = self._collect()
         marked = self._marks.take(step)
         if marked is not None:
@@ -110,14 +114,14 @@ class StepTimes(StepWatcher):
         return split
 
     def finish(self) -> None:
-        """End the measurement after the loop; on return, every rank's timeline row is written."""
+        """End the measurement after the loop. On return, every rank has written its timeline row."""
         self._collect()
         self.close()
         if self._timeline is not None:
             self._world.barrier(self._topology.device, PURPOSE)
 
     def close(self) -> None:
-        """Stop marking, and write the timeline row as far as it is known."""
+        """Stop marking, and write the steps of the timeline row that were measured so far."""
         self._marks.close()
         self._write_row()
 
@@ -129,7 +133,7 @@ class StepTimes(StepWatcher):
         return not self._clock.samples or has_line(step + 1, self._config.log_interval, self._num_steps)
 
     def _compare_clocks(self) -> None:
-        """Compare the clocks once, before the first step of the timeline."""
+        """Compare the ranks' clocks once, before the timeline's first step."""
         assert self._first_step is not None, "a run begins with `begin`"
         first = max(self._traced.start, self._first_step)
         is_due = self._step + 1 == first and first in self._traced and self._anchor is None
@@ -151,7 +155,7 @@ class StepTimes(StepWatcher):
                 self._traced = range(0)
 
     def _write_row(self) -> None:
-        """Write the row; a full disk costs the row, not the run."""
+        """Write the timeline row. If it cannot be written, print the error, and let the run go on."""
         try:
             if self._timeline is not None:
                 self._timeline.write()
@@ -173,7 +177,7 @@ class StepTimes(StepWatcher):
         self._tally = StepTally()
 
     def _collect(self) -> TimeSplit | None:
-        """Finish the last post; return its split on the logging rank, None elsewhere."""
+        """Finish the gather that was posted last; return its split on the logging rank, None elsewhere."""
         if self._posted is None:
             return None
         (read, tally), self._posted = self._posted, None

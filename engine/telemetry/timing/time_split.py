@@ -1,24 +1,24 @@
 """The parts of a step's time, adding up to 100 %: sums over each rank's activities, and their means over all ranks.
 
-    compute        the schedule's actions, without the waits in them
-    exposed_tp     waits for tensor-parallel calls, the cross-entropy's too
+    compute        the schedule's actions, less the waits inside them
+    exposed_tp     waits for tensor-parallel calls, including those of the cross-entropy
     exposed_cp     waits for the other context-parallel ranks' keys and values, and for sums of their gradients
     exposed_ep     waits for tokens on their way to experts and back, for row counts, and for the load within samples
-    host_read      host reads for which a device stands still: row counts, ends of experts' rows
+    host_read      host reads that keep a device idle: row counts, ends of experts' rows
     bubble         idle time that would remain if messages took no time
     exposed_pp     cost of the pipeline's messages: posting, waits beyond the bubble, waits until the last sends have left
     exposed_dp     waits for gradients to be reduced (sums for replicated parameters too), and for parameters to be gathered
-    optimizer      norm, clipping, update; posting the gathers
+    optimizer      gradient norm, clipping, update; posting the parameter gathers
     data           reading and copying the next global batch
     checkpoint     time for which saving stops training
     other          everything else: reading and recording numbers, Python between two actions, the label sum, the agreement
 
 A rank can measure that it waited for another stage, but not why. So bubble and exposed_pp are separated on the rank that has all
-ranks' times (`triaxis.engine.telemetry.timing.bubble`). `StepTally` covers one rank, `TimeSplit` all ranks.
+ranks' times (`triaxis.engine.telemetry.timing.bubble`). `StepTally` adds up one rank's times, `TimeSplit` holds all ranks' means.
 
-`hidden_cp` is not a part: it is time in which a context-parallel call was running and the rank did not wait for one. A call runs
-from its post until it is over, including its turn after other calls. exposed_cp and hidden_cp add up to the calls' total time; two
-calls that run together count once.
+`hidden_cp` is not a part: it is time in which a context-parallel call was running while the rank did not wait for any such call. A
+call runs from its post until it is over, including the time in which it is queued after other calls. exposed_cp and hidden_cp add
+up to the time in which at least one call was running.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,20 +49,23 @@ Part = Literal[
     "other",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Parts, in the order in which they are shown."""
+"""Parts, in the order in which they are printed."""
 
 INPUT_WAIT, ENDS_WAIT, END_WAIT = "input_wait", "ends_wait", "end_wait"
 HIDDEN_CP = "hidden_cp"
 SPANS = (*(part for part in PARTS if part != "bubble"), INPUT_WAIT, ENDS_WAIT, END_WAIT, HIDDEN_CP)
-"""Spans that a rank measures by itself; the bubble needs all ranks. In `ends_wait` first and last stage meet (tied embeddings), in
-`end_wait` all ranks at the end of the step. The last span overlaps others."""
+"""Spans that a rank measures by itself: all parts but the bubble, which needs all ranks' times, and four more.
+
+`input_wait` is time in which a rank waits for pipeline messages. In `ends_wait` first and last stage wait for each other (tied
+embeddings), in `end_wait` all ranks at the end of the step. `hidden_cp` overlaps the other spans.
+"""
 
 USUAL = len(SPANS)
-"""Index of the median compute time in `StepTally.numbers`; the steps follow, each as `PipelineStep.numbers`."""
+"""Index of the median compute time in `StepTally.numbers`. After it come the steps, each as `PipelineStep.numbers`."""
 
 
 def span_of(activity: Activity) -> str | None:
-    """Find an activity's span in `SPANS`; None if it belongs to no step."""
+    """Find the span in `SPANS` to which an activity belongs; None if it belongs to no step."""
     part, instruction, wait = activity
     if part is StepPart.VALIDATION:
         return None
@@ -94,11 +97,11 @@ def _span_of_wait(wait: Event) -> str:
 
 
 Interval = tuple[float, float]
-"""Seconds [start, stop)."""
+"""Start and end in seconds; the end is not included."""
 
 
 def seconds_without(inside: Sequence[Interval], outside: Sequence[Interval]) -> float:
-    """Measure the seconds covered by `inside` and not by `outside`; no interval may end before it starts."""
+    """Compute the seconds that are in an interval of `inside` but in none of `outside`; no interval may end before it starts."""
     edges = [(moment, step, 0) for interval in inside for moment, step in zip(interval, (1, -1), strict=True)]
     edges += [(moment, 0, step) for interval in outside for moment, step in zip(interval, (1, -1), strict=True)]
     total, before, num_inside, num_outside = 0.0, 0.0, 0, 0
@@ -111,15 +114,15 @@ def seconds_without(inside: Sequence[Interval], outside: Sequence[Interval]) -> 
 
 @dataclass(slots=True)
 class PipelineStep:
-    """One rank's pass through the pipeline in one step, in seconds; moments are on the scale of the step's marks.
+    """One rank's pass through the pipeline in one step, in seconds. All moments are on one scale, that of the step's marks.
 
     Attributes:
-        begin: moment at which its first instruction began.
-        through: moment at which its last instruction was done.
-        met: moment at which it left the step's last meeting of all ranks.
-        end_wait: wait in that meeting.
-        ends_wait: wait before it, in the sum over first and last stage.
-        tp_wait, cp_wait: waits for tensor-parallel and for context-parallel calls.
+        begin: moment at which the rank's first instruction began.
+        through: moment at which the rank's last instruction was done.
+        met: moment at which the rank left the step's last call over all ranks.
+        end_wait: the rank's wait in that last call.
+        ends_wait: the rank's wait in the sum over first and last stage, before the last call.
+        tp_wait, cp_wait: the rank's waits for tensor-parallel and for context-parallel calls.
         waits: each action's wait for its input, in order.
         durations: each action's duration, in order, without the wait for its input but with other waits.
     """
@@ -135,7 +138,7 @@ class PipelineStep:
     durations: list[float] = field(default_factory=list)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List `STEP_NUMBERS`, `waits` and `durations`, padded to `num_actions`; `begin` and `through` count from `met`."""
+        """List `STEP_NUMBERS`, then `waits` and `durations`, each padded to `num_actions`; `begin`, `through` count from `met`."""
         assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
         none = [0.0] * (num_actions - len(self.waits))
         moments = [self.begin - self.met, self.through - self.met]
@@ -144,11 +147,11 @@ class PipelineStep:
 
 
 STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait", "cp_wait")
-"""The numbers before the actions in `PipelineStep.numbers`."""
+"""Numbers at the beginning of `PipelineStep.numbers`, before those of the actions."""
 
 
 class StepTally:
-    """One rank's times over some steps."""
+    """One rank's times, added up over some steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -159,7 +162,14 @@ class StepTally:
     def add(
         self, step: int, activities: Sequence[Activity], times: Sequence[float], calls: Sequence[Interval] = ()
     ) -> None:
-        """Add one step: `activities[i]` lasted from `times[i]` to `times[i + 1]`, in seconds; `calls` are the running calls."""
+        """Add one step.
+
+        Args:
+            step: step, counted from 1.
+            activities: the rank's activities; `activities[i]` lasted from `times[i]` to `times[i + 1]`.
+            times: seconds from the step's first mark, one more than `activities`.
+            calls: start and end of each context-parallel call that ran during the step, on the same scale.
+        """
         self.steps.append(step)
         spans = [span_of(activity) for activity in activities]
         waits = [between for span, between in zip(spans, pairwise(times), strict=True) if span == "exposed_cp"]
@@ -200,7 +210,10 @@ class StepTally:
         self._pipeline.append(way)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List means per step, the median compute time and, unless `num_actions` is 0, the steps; as many on every rank."""
+        """List the mean seconds per step by span, the median compute time and, unless `num_actions` is 0, each step's numbers.
+
+        The list is equally long on every rank.
+        """
         spans = [self._seconds[span] / len(self.steps) for span in SPANS]
         steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
         return [*spans, median(self._compute_seconds), *steps]
@@ -212,10 +225,10 @@ class TimeSplit:
 
     Attributes:
         first_step, last_step: first and last measured step, counted from 1.
-        ranks: seconds by part, a mapping per rank; each adds up to that rank's step.
-        schedule_bubbles: idle seconds per rank if every action took its stage's mean duration.
-        usual_compute: seconds per rank that it computes in the median step; a single delayed step does not change it.
-        hidden_cp: seconds per rank in which context-parallel calls were hidden; None without context parallelism.
+        ranks: seconds by part, one mapping per rank, which adds up to the rank's step time.
+        schedule_bubbles: each rank's idle seconds if every action had its stage's mean duration.
+        usual_compute: each rank's compute seconds in its median step, which a single delayed step does not change.
+        hidden_cp: each rank's seconds of hidden context-parallel calls; None without context parallelism.
     """
 
     first_step: int
@@ -246,7 +259,7 @@ class TimeSplit:
         return {part: seconds / self.step_seconds for part, seconds in self.seconds.items()}
 
     def to_record(self) -> dict[str, Any]:
-        """Convert to a JSON object. Single ranks are left out, except the one whose median step computes longest."""
+        """Convert to a JSON object: means over the ranks, and the compute time of the slowest rank."""
         slowest = max(range(len(self.ranks)), key=lambda rank: self.usual_compute[rank])
         return {
             "first_step": self.first_step,
@@ -260,7 +273,7 @@ class TimeSplit:
         }
 
     def __str__(self) -> str:
-        """Format `compute 61%  tp 8%  cp 4% (12 ms, 9 hidden)  bubble 14% (schedule 13%)  other 13%`, without parts below 0.5 %."""
+        """Format `compute 61%  tp 8%  cp 4% (12 ms, 9 hidden)  bubble 14% (schedule 13%)  other 13%`, without small parts."""
         words = []
         for part, share in self.shares.items():
             name = part.removeprefix("exposed_").replace("_", " ")

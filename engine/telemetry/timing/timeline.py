@@ -6,9 +6,10 @@
                       | wait tp |                 | wait pp_backward |
     rank 1   | step 12 ...                                                             a row per rank, in the order of the ranks
 
-Actions are named as in the schedule. A group call is named by what it sends and receives: the actions that produced it and that
-need it. Each rank writes its own file; `merge` combines them when the run ends or in `triaxis report --timeline`. Clocks are
-compared before the first of these steps (`triaxis.engine.telemetry.timing.clock_offsets`); each row's name has the error.
+Actions are named as in the schedule. A group call is named after its sends and receives: `send` with the action that produced the
+tensor, `receive` with the action that needs it. Each rank writes its own file; `merge` combines the files when the run ends or in
+`triaxis report --timeline`. The ranks' clocks are compared before the first of these steps
+(`triaxis.engine.telemetry.timing.clock_offsets`); each row's name shows the largest possible error.
 """
 
 import json
@@ -29,7 +30,7 @@ from triaxis.engine.telemetry.timing.marks import Activity
 _RANK_FILE = re.compile(r"rank_\d{1,9}\.json")
 _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 _MOST_BYTES = 2**30
-"""Largest size of one rank's file, in bytes; an event has about 200."""
+"""Largest size of one rank's file, in bytes; an event needs about 200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,11 @@ class RowIdentity:
     """Identity of a timeline row.
 
     Attributes:
-        rank: the row's rank, which is its place among the rows.
+        rank: the row's rank, by which rows are ordered.
         world_size: expected number of rows.
-        text: coordinates and host.
+        text: the rank's coordinates and host, shown in the row's name.
         pp_rank: the rank's pipeline coordinate.
-        placement: the schedule's placement, to name transfers.
+        placement: the schedule's placement of stages, used to name transfers.
     """
 
     rank: int
@@ -52,7 +53,7 @@ class RowIdentity:
 
 
 class Timeline:
-    """One rank's row. `steps` count from 1; the folder of `path` is created."""
+    """One rank's timeline row. Its `steps` count from 1; `write` creates the folder of `path`."""
 
     def __init__(self, steps: range, row: RowIdentity, path: Path) -> None:
         self.steps = steps
@@ -63,7 +64,7 @@ class Timeline:
         self._events: list[dict[str, Any]] = []
 
     def set_clock(self, origin_seconds: float, error_seconds: float) -> None:
-        """Set this rank's clock reading at the ranks' common zero, and its largest possible error."""
+        """Set what this rank's clock showed at the ranks' common zero, and the largest possible error of that reading."""
         self._origin_seconds, self._error_seconds = origin_seconds, error_seconds
 
     def add(self, step: int, activities: Sequence[Activity], clock_seconds: Sequence[float]) -> None:
@@ -126,14 +127,14 @@ class Timeline:
 
 
 def _titled(instruction: Instruction, row: RowIdentity) -> tuple[str, str]:
-    """Name and category of an instruction."""
+    """Name and category of an instruction's slice."""
     if isinstance(instruction, Action):
         return str(instruction), "action"
     return ", ".join(_transfer_name(transfer, row) for transfer in instruction.transfers), "transfer"
 
 
 def _transfer_name(transfer: Transfer, row: RowIdentity) -> str:
-    """Name a transfer: `send 0F3 to pp 1` (this rank's action made it), `receive 1B3 from pp 1` (this rank's action needs it)."""
+    """Name a transfer by this rank's action: `send 0F3 to pp 1` if 0F3 produced it, `receive 1B3 from pp 1` if 1B3 needs it."""
     letter, before = ("F", -1) if transfer.direction == "forward" else ("B", 1)
     if transfer.source == row.pp_rank:
         chunk = row.placement.chunk_of(transfer.stage + before)
@@ -148,7 +149,7 @@ class Merged:
 
     Attributes:
         path: merged file.
-        num_ranks: number of ranks in it.
+        num_ranks: number of ranks in the merged file.
         missing: ranks that wrote no file.
         error_seconds: largest clock error on any rank.
     """

@@ -4,9 +4,9 @@
          data      |      forward_backward              |   other   |      validation        |
          `------------------ this step's spans --------'`----- the next step's spans ------...
 
-One part is running at any time, so a step's spans add up to the time between two step ends, by construction. A switch costs one
-clock reading. On a GPU a part is charged for what the host waits for in it: kernels that are launched in one part and waited for in
-the next count in the next. Over several steps this evens out.
+One part is running at any time, so a step's spans add up to the time from the previous step's end to its own. A switch costs one
+clock reading. On a GPU a part's time includes the host's waits in that part. If the host launches kernels in one part and waits for
+them in the next, their time counts in the next. Over several steps this evens out.
 """
 
 import time
@@ -16,7 +16,7 @@ from triaxis.engine.run.step_parts import StepPart
 
 
 def has_line(step: int, log_interval: int, num_steps: int) -> bool:
-    """Whether step `step` (from 1) has a line: the first, the last and every `log_interval`-th do."""
+    """Whether step `step` (from 1) has a printed line: the first, the last and every `log_interval`-th step do."""
     return step == 1 or step == num_steps or (step % log_interval == 0 and step < num_steps)
 
 
@@ -30,7 +30,7 @@ class Timers:
         self._spans_seconds: dict[StepPart, float] = {}
 
     def enter(self, part: StepPart) -> None:
-        """End the running part and start another; a part that comes twice in a step is summed."""
+        """End the running part and start another; if a part runs twice in a step, its times are added."""
         now = self._clock()
         self._spans_seconds[self._part] = self._spans_seconds.get(self._part, 0.0) + now - self._since_seconds
         self._part, self._since_seconds = part, now
@@ -40,7 +40,7 @@ class Timers:
         return self._clock() - self._since_seconds
 
     def end_step(self) -> dict[StepPart, float]:
-        """Take the seconds by part since the last step's end; time counts as `StepPart.OTHER` until the next `enter`."""
+        """Return and reset the seconds by part since the last step's end. Until the next `enter`, time counts as `OTHER`."""
         self.enter(StepPart.OTHER)
         spans, self._spans_seconds = self._spans_seconds, {}
         return spans

@@ -1,13 +1,14 @@
 """NVTX ranges for Nsight Systems: steps, loop parts and program instructions, named as in a profiler trace.
 
-    | step 12                                                                        |   from its data to the next step's
+    | step 12                                                                        |   ends when step 13 begins with `data`
     | data |            forward_backward            | optimizer | checkpoint |
            | 0F0 | post | 0F1 | 0B0 | post | ...
 
     nsys profile --trace=cuda,nvtx,osrt -o rank_%q{RANK} ...       each rank writes its own report
 
-Ranges belong to the thread that walks the program and show when the host posted the work. Autograd's own thread launches the
-backward kernels: they appear at the same time as their action's range, in another row.
+`0B1` is chunk 0's backward of microbatch 1; `post` is a group call, which posts sends and receives. Ranges belong to the thread
+that runs the rank's program, and show when the host posted the work. Autograd's own thread launches the backward kernels: they
+appear at the same time as their action's range, in another row.
 """
 
 from collections.abc import Callable
@@ -33,11 +34,11 @@ class NvtxRanges(StepWatcher):
         self._depth = 0
 
     def begin(self, steps_made: int) -> None:
-        """Count steps from `steps_made`."""
+        """Set the number of completed steps to `steps_made`."""
         self._step = steps_made
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part; the first part also begins a step."""
+        """End the running part's range and begin this part's; the first part also begins a new step's range."""
         if part == FIRST:
             self._step += 1
             self._pop_to(0)

@@ -32,7 +32,7 @@ class StepProfiler(StepWatcher):
     Args:
         config: steps to trace, counted from 1.
         path: trace file, a `.json.gz`; its folder is created.
-        device: the rank's device; a GPU's kernels are in the trace.
+        device: the rank's device; if it is a GPU, the trace includes its kernels.
 
     Attributes:
         written: path of the trace once it is written; None before.
@@ -49,11 +49,11 @@ class StepProfiler(StepWatcher):
         self._instruction: record_function | None = None
 
     def begin(self, steps_made: int) -> None:
-        """Count steps from `steps_made`; steps already traced are not traced again."""
+        """Set the number of completed steps to `steps_made`. Once the trace is written, repeated steps are not traced again."""
         self._step = steps_made
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part; traced steps begin and end here."""
+        """Begin a range for `part`. The first configured step starts the trace, and the step after the last one writes it."""
         if part == FIRST:
             self._step += 1
             if self._step in self._steps and self._profile is None:
@@ -76,7 +76,7 @@ class StepProfiler(StepWatcher):
             self._instruction = _entered(instruction_name(instruction))
 
     def close(self) -> None:
-        """Write the open trace, if any, after the last traced step or the run. A full disk only adds a line to the rank's log."""
+        """Write the open trace, if any. If it cannot be written, print the error to standard error and go on."""
         if self._profile is None:
             return
         self._leave()
@@ -92,7 +92,7 @@ class StepProfiler(StepWatcher):
             self.written = self._path
 
     def _leave(self) -> None:
-        """End the open ranges; after an error inside a step there may be two."""
+        """End the instruction's range and the part's range, if they are open."""
         self.instruction(None)
         if self._part is not None:
             self._part.__exit__(None, None, None)

@@ -1,12 +1,14 @@
 """Steps of one rank in any layout on the CPU, in a fake world, with every stream of a GPU run watched for races.
 
+A rank runs these in turn:
+
     step          receives are posted early; sends end when they are waited for, so their memory stays in use
     save          the optimizer's state is copied as a checkpoint in the background copies it
     step          receives are posted late; a send has ended at the first query, so memory is freed as early as possible
     validation    a forward-only step
 
-The engine's own code runs on real tensors. Receives keep the buffer's old content, since the order of operators
-does not depend on it.
+The engine's own code runs on real tensors. A receive leaves its buffer's old content, which is harmless, because the order of
+operators does not depend on values.
 """
 
 from collections.abc import Callable
@@ -133,7 +135,7 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
 
 
 def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
-    """Replace the CPU's lanes, on which nothing overlaps with the computation, by streams."""
+    """Replace the engine's copy lanes with watched streams; on the CPU, the lanes would not overlap with the computation."""
     engine.to_host = WatchedFromCuda(watch)
     saving = {id(chunk.saved): chunk.saved for chunk in engine.chunks}
     for number, saved in enumerate(saving.values()):

@@ -4,8 +4,9 @@ The host posts operators on streams and goes on. Two operators on one stream are
 if a chain of events and waits leads from the first one's end to the second one's start. Unordered operators may run at the same
 time.
 
-    clock[s] = n     the first n operators on stream s are over before this stream's next operator begins
-    event            a copy of the stream's clock            wait     the larger clock value, stream by stream
+    clock[s] = n     the first n operators on stream s are over before the clock's own stream begins its next operator
+    event            a copy of a stream's clock at the moment when the event is recorded
+    wait             sets each clock[s] of the waiting stream to the event's value, if that is larger
 
 The host has a clock as well: what it posts begins after everything that it has waited for. The clocks are those in Mattern,
 "Virtual Time and Global States of Distributed Systems" (1989). For each byte only the last write and the reads since are kept, as
@@ -60,7 +61,7 @@ class Clocks:
     """One rank's streams and its host.
 
     Attributes:
-        host: host that reads and writes host memory; it runs each operator when it posts it.
+        host: the host as a stream: it reads and writes host memory, and runs each of its operators when it posts it.
     """
 
     def __init__(self) -> None:
@@ -93,12 +94,17 @@ class Clocks:
 
 
 def is_over(operator: Operator, clock: VectorClock) -> bool:
-    """Whether the operator has ended before anything that follows the clock."""
+    """Whether the operator is certainly over once everything in the clock is."""
     return operator.tick <= clock.get(operator.stream.number, 0)
 
 
 class UnorderedUse(NamedTuple):
-    """Two unordered operators that use the same bytes [start, stop) in a region, at least one of them writing."""
+    """Two unordered operators that use the same bytes [start, stop) in a region, at least one of them writing.
+
+    Attributes:
+        first: the earlier of the two.
+        first_writes: whether the earlier one writes.
+    """
 
     first: Operator
     first_writes: bool
@@ -115,7 +121,7 @@ class _Cell:
 
 
 class Region:
-    """The memory of one storage, cut at the begin and end of the tensors in it.
+    """The memory of one storage, cut into cells where the tensors in it begin and end.
 
     Args:
         num_bytes: size of the storage.
@@ -150,7 +156,7 @@ class Region:
         return conflicts
 
     def in_use(self, clock: VectorClock) -> list[Operator]:
-        """List the operators that may still use the memory after the clock."""
+        """List the operators on this memory that may still run when everything in the clock is over."""
         found = {}
         for cell in self._cells:
             for operator in (*cell.reads.values(), *(() if cell.write is None else (cell.write,))):

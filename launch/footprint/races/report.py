@@ -39,7 +39,7 @@ EXPLAINED: dict[RaceKind, tuple[str, str, str]] = {
         "Keep a reference until that stream has waited for the first.",
     ),
 }
-"""For each kind: the two operators, the rule, what would break, and the remedy."""
+"""For each kind: what the two operators do, the rule with what would break, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Race:
         first, second: operators in the order in which they were posted. For an early free, the second is `free` on the stream
             that allocated the memory, and its place is where the last reference was dropped.
         tensor: shape, dtype and name of the tensor that the second uses.
-        times: number of times that these two program lines were found.
+        times: number of races that were found between these two program lines.
     """
 
     kind: RaceKind
@@ -73,7 +73,7 @@ class Race:
 
 
 class Origins:
-    """Program lines that post operators: the innermost ones outside torch and this package."""
+    """A finder of the program line that posts an operator: the innermost one outside torch, this package and `collectives`."""
 
     def __init__(self) -> None:
         outside = (Path(torch.__file__).parent, Path(__file__).parent, collectives.__file__)
@@ -81,7 +81,7 @@ class Origins:
         self._names: dict[CodeType, str] = {}
 
     def of_caller(self) -> str:
-        """Return file and line; the file is relative to the project."""
+        """Return the program line as `file:line`; the file is relative to the project."""
         frame = sys._getframe(1)
         while True:
             name = self._names.get(frame.f_code)

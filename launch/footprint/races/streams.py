@@ -149,7 +149,7 @@ class _WatchedEvent:
 
 
 class WatchedFromCuda(FromCuda):
-    """Copies to host memory that is not pinned, since there is no GPU.
+    """The engine's copies to host memory, on a watch's clocks. The memory is not pinned, since there is no GPU.
 
     Attributes:
         copied: destinations of the last copies.
@@ -184,7 +184,7 @@ class WatchedPageLock:
 
 
 class WatchedStaging(Staging):
-    """A process group's staging over gloo, for a rank on a GPU (`triaxis.engine.comm.staging`); its worker has a clock."""
+    """A process group's staging over gloo, for a rank on a GPU (`triaxis.engine.comm.staging`); its thread has its own clock."""
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
         self._watch = watch
@@ -198,14 +198,14 @@ class WatchedStaging(Staging):
 
 
 class _Worker(Executor):
-    """A thread that makes calls in order. Its waits do not block the host."""
+    """A thread that runs calls in order; their waits block this thread and not the host."""
 
     def __init__(self, watch: RaceWatch, thread: Stream) -> None:
         self._watch = watch
         self._thread = thread
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the function now; the caller waits for its handles."""
+        """Run the function at once, on the thread's clock; the future has handles for the caller to wait for."""
         watch = self._watch
         with watch.as_thread(self._thread):
             works = function(*args, **kwargs)

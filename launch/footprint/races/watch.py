@@ -57,7 +57,7 @@ class RaceWatch(TorchDispatchMode):
         current: stream that operators are posted on.
         thread: host thread that runs.
         during: current pipeline instruction, for reports.
-        sends_end: whether a send has ended at the first query; otherwise it ends only when it is waited for.
+        sends_end: True: a send has ended when it is first queried; False: it ends only when it is waited for.
     """
 
     def __init__(self) -> None:

@@ -53,5 +53,5 @@ def _hidden(own: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _is_module(spec: ModuleSpec | None) -> bool:
-    """Whether importing it would run a file; a folder without one hides nothing."""
+    """Whether importing the module would run a file; a folder without `__init__.py` hides nothing."""
     return spec is not None and spec.origin is not None

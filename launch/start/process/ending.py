@@ -35,7 +35,10 @@ Main = Callable[[Sequence[str]], int]
 
 
 def run_rank(main: Main, arguments: Sequence[str]) -> NoReturn:
-    """End this process with the exit code of `main(arguments)`; until the worker handles Ctrl-C, it ends the process at once."""
+    """Run `main(arguments)` and end this process with its exit code.
+
+    Until the worker handles Ctrl-C, Ctrl-C ends the process at once.
+    """
     with standard_streams(), lasting_output(), seen_at_once(_end_unless_heard):
         end(exit_code(main, arguments))
 
@@ -61,7 +64,7 @@ def exit_code(main: Main, arguments: Sequence[str]) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error made for users in its own words, Ctrl-C as "interrupted", and a bug of ours with its traceback."""
+    """Print a TriaxisError's message, "interrupted" for Ctrl-C, and a traceback for any other error, which is a bug."""
     if isinstance(error, TriaxisError):
         print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
@@ -75,8 +78,8 @@ def print_error(error: BaseException) -> None:
 class WayOut:
     """A time limit for a failing rank to close its files, threads and groups.
 
-    Enter it around everything that is closed. The first failure in a `bounded` block starts the clock; leaving the outer block
-    stops it.
+    Use it as a context around everything that must be closed. The first failure in a `bounded` block starts the clock; leaving the
+    context stops it.
 
     Args:
         grace_seconds: time from the failure to the end of the process.
@@ -97,10 +100,11 @@ class WayOut:
 
     @contextmanager
     def bounded(self, agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """End the process with the code of the first exception that leaves a block, unless everything is closed in time.
+        """Start the clock if an exception leaves the block; if closing takes too long, the process ends with its exit code.
 
         Args:
-            agreed: exceptions that all ranks raise together; no call hangs after them, and the run may end with another code.
+            agreed: exceptions that do not start the clock, because all ranks raise them together: no call hangs after them, and the
+                run may end with another code.
         """
         try:
             yield

@@ -32,9 +32,9 @@ LAST_BYTES = 64 * 1024
 
 
 class ExplainedError(Exception):
-    """A failure that this rank or another one has already printed; only `exit_code` is left to end with.
+    """A failure that this rank or another one has already printed; the process only needs to end with `exit_code`.
 
-    It leaves `join` as an exception, so no group is closed after it.
+    It leaves `launch/rank/join.py` as an exception, so no process group is closed after it.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -66,7 +66,7 @@ class RankFailure:
 
     Attributes:
         exit_code: its exit code, negative for a signal.
-        seen_seconds: time since the epoch, whole seconds.
+        seen_seconds: time when torchrun saw it, in whole seconds since the epoch.
         where: its host, process and GPU, in words.
     """
 
@@ -85,7 +85,7 @@ class RankFailure:
 def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
     """Return the report on the hang that ended the last attempt under `runs/<name>/logs`; "" if it was already printed.
 
-    `failures` lists this node's ranks only: rank 0 prints through its own launcher.
+    `failures` lists this node's ranks only. If rank 0 is among them and wrote the report, this terminal has shown it.
     """
     attempts = [path for path in logs.parent.glob("hangs/attempt_*") if path.stat().st_mtime >= since_seconds]
     report = hang_report(max(attempts)) if attempts else None

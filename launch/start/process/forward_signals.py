@@ -4,7 +4,7 @@
     SIGINT again                        forwarded too; a rank that still runs after AT_ONCE_SECONDS is killed
     SIGHUP under nohup                  ignored, as it was when the launcher began; torchrun alone would end its ranks
     SIGUSR2                             ends the ranks as torchrun does after a failure: SIGTERM, then SIGKILL
-    any of the first, before ranks      ends the launcher, even inside a call that does not return to Python
+    one of the first row, before ranks  ends the launcher, even inside a call that does not return to Python
 
 torchrun by itself would end the ranks 30 seconds after the signal, saved or not.
 """
@@ -42,7 +42,8 @@ class ForwardedSignals:
     """A launcher's signals while its ranks run.
 
     Args:
-        leave: function that ends this process if it has no ranks and has not answered a signal; None: nothing does.
+        leave: function that ends this process if a signal comes before any rank starts and Python does not handle it in time;
+            None: there is no such function.
 
     Attributes:
         first: first signal received; None: none came.
@@ -58,7 +59,7 @@ class ForwardedSignals:
         """Forward signals to the ranks while the block runs torchrun.
 
         Args:
-            words: torchrun's parsed arguments; its own handlers leave these signals alone.
+            words: torchrun's parsed arguments; if torch allows it, they are changed so that torchrun leaves these signals alone.
 
         Raises:
             NoRanksError: inside the block, if a signal comes before the first rank is started.
@@ -76,7 +77,10 @@ class ForwardedSignals:
 
     @contextmanager
     def _instead_of_torchruns(self, words: argparse.Namespace) -> Iterator[None]:
-        """Leave torchrun the other signals, by an argument from torch 2.10 on; torch 2.9 installs one handler for all."""
+        """Keep torchrun from handling our signals.
+
+        From torch 2.10 on, an argument does this; in torch 2.9, its only handler is replaced by one that passes on the others.
+        """
         if hasattr(words, "signals_to_handle"):
             words.signals_to_handle = LEFT_TO_TORCHRUN
             yield

@@ -4,7 +4,7 @@
     triaxis train config.yaml > file    the file's disk is full for a while; lost lines are counted in the file
     Ctrl-S                              a line waits for PATIENCE_SECONDS, then lines are lost and counted; the process goes on
 
-A rank replaces both again while its log is open (`triaxis.engine.telemetry.outlets.rank_log`).
+A rank replaces both streams again while its log is open (`triaxis.engine.telemetry.outlets.rank_log`).
 """
 
 import sys
@@ -37,7 +37,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO) -> TextIO:
-    """Open a stream to the same descriptor; `stream` itself if it has none or was closed before the start (None)."""
+    """Open a lasting stream over the same descriptor; return `stream` itself if it has no descriptor, or is None (closed)."""
     if stream is None:
         return stream
     with suppress(OSError):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STUCK_SECONDS = 1.0
-"""Time for a process to end by itself. A Python handler runs only once the current call returns."""
+"""Time for the main thread to handle a signal; a Python handler runs only once the current call returns."""
 
 
 @contextmanager
 def seen_at_once(stuck: Callable[[signal.Signals], None], after_seconds: float = STUCK_SECONDS) -> Iterator[None]:
-    """Call `stuck` in a thread for each signal with a Python handler that comes inside the block, unless the block ends first.
+    """For each signal with a Python handler, call `stuck` in a thread `after_seconds` later, unless the block has ended.
 
     The thread sees signals through the interpreter's wake-up descriptor, which is written whatever the main thread does.
     """

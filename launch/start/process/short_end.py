@@ -1,7 +1,7 @@
 """A shorter delay between SIGTERM and SIGKILL for ranks that torchrun ends because another one has failed.
 
-torchrun gives them 30 seconds: it calls `PContext.close()` without a timeout. Its option --shutdown-timeout applies to
-signals only. `PContext` is torchrun's class for its processes, and `close` is public.
+torchrun gives them 30 seconds: it calls `PContext.close()` with the default timeout. torchrun's option --shutdown-timeout applies
+to signals only. `PContext` is torchrun's class for its processes, and `close` is public.
 """
 
 from collections.abc import Iterator

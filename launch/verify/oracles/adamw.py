@@ -1,4 +1,4 @@
-"""The shared half of oracles that torch updates: weights by name, and torch's AdamW with clipping."""
+"""The part that oracles with torch's AdamW share: weights by name, clipping and the update."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,12 +10,12 @@ from triaxis.launch.verify.verdict.records import TensorKind
 
 
 class UpdatedByTorch:
-    """The half of an oracle (`model.Oracle`) that holds weights and updates them.
+    """Base class for an oracle (`model.Oracle`): it holds and updates the weights, and subclasses compute losses.
 
     Args:
         named: all weights, by the oracle's names.
         decayed, others: trained weights with decay, and without.
-        config: rate, betas, eps, weight decay and clipping.
+        config: settings for learning rate, betas, eps, weight decay and clipping.
     """
 
     def __init__(
@@ -55,6 +55,6 @@ class UpdatedByTorch:
         return float(grad_norm)
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        """Master or moment of a weight."""
+        """The weight itself for kind `master`; else AdamW's state of that name, such as `exp_avg`."""
         weight = self._named[name]
         return weight if kind == "master" else self._optimizer.state[weight][kind]

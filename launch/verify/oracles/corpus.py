@@ -29,23 +29,23 @@ CORPUS = "corpus"
 """File name, without suffix, of the corpus in a comparison's folder."""
 
 TOKENIZER = "tokenizer.json"
-"""File name of its tokenizer there."""
+"""File name of the corpus's tokenizer in the same folder."""
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC, VERSION, UINT16 = b"MMIDIDX\x00\x00", 1, 8
 LONGEST_DOCUMENT = 3
-"""Length in samples; a run that depends on documents uses a third, so that samples contain several documents."""
+"""Bound for a document's length, in samples; a run that depends on documents uses 1, so that samples have several documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class OracleBatch:
-    """One microbatch with b samples of s labels, cut by the oracle.
+    """One microbatch with b samples of s labels, as the oracle's reader cuts them from the corpus.
 
     Attributes:
         tokens, labels: int64 [b, s].
         loss_mask: bool [b, s], False for labels that are not counted.
         documents: int64 [b, s], each token's document number in its row, from 0.
-        positions: int64 [b, s].
+        positions: int64 [b, s], each token's position in its sample, or in its document with `data.positions: document`.
     """
 
     tokens: NDArray[np.int64]
@@ -59,7 +59,7 @@ class OracleBatch:
 def with_corpus(config: Config, folder: Path) -> Config:
     """Point the configuration at the corpus and the tokenizer in `folder`; all documents are for training.
 
-    Document boundaries and their masks keep their settings.
+    The settings about documents (attention, positions, counted starts) stay as they are.
     """
     corpus, tokenizer = str(folder / CORPUS), str(folder / TOKENIZER)
     of_documents = config.data.model_dump(include={"attention", "positions", "count_document_starts"})
@@ -92,7 +92,10 @@ def write_corpus(config: Config, folder: Path) -> None:
 
 
 def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[OracleBatch]]:
-    """Yield the microbatches of each step for one process: row k in microbatch j is sample consumed + j x micro + k.
+    """Yield the microbatches of each step for one process.
+
+    Row k in microbatch j is sample number consumed + j x micro + k, where `consumed` samples precede the step and `micro` is the
+    microbatch size.
 
     Args:
         config: configuration with the corpus in `data.train`.
@@ -134,9 +137,10 @@ class _Samples:
         self._per_epoch = (sum(map(len, self._documents)) - 1) // seq_length
 
     def row(self, sample_id: int) -> tuple[NDArray[Any], ...]:
-        """Read one row [s] for each field in `OracleBatch`.
+        """Read one sample, as a row [s] for each array in `OracleBatch`.
 
-        Tokens are k s .. k s + s - 1 in the epoch's stream; labels are the s tokens that begin one later.
+        Sample k of an epoch has the tokens k s .. k s + s - 1 in the epoch's shuffled stream of documents. The labels are the s
+        tokens that begin one later.
         """
         epoch, place = divmod(sample_id, self._per_epoch)
         order = _permutation(len(self._documents), "documents", self._seed, epoch)
@@ -160,6 +164,6 @@ def _random_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
 
 
 def _permutation(count: int, *key: int | str) -> NDArray[np.int64]:
-    """Sort 0 .. count - 1 by the high bits of each index's draw; ties stay in order."""
+    """Shuffle 0 .. count - 1: sort by the high bits of each index's random draw; indices with equal bits stay in order."""
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     return np.argsort(_random_bits(count, *key) >> index_bits, kind="stable")

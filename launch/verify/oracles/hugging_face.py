@@ -15,7 +15,7 @@ from triaxis.models.interop.huggingface.weights import exchanges
 
 
 class HuggingFace(UpdatedByTorch):
-    """An oracle (`model.Oracle`): the family that an export would choose, built from the exported config."""
+    """An oracle (`model.Oracle`): the Hugging Face model that an export would choose, built from the exported config."""
 
     def __init__(self, config: Config) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,12 +24,12 @@ class HuggingFace(UpdatedByTorch):
         dtype = DTYPES[config.precision.dtype]
         keys, _ = to_hugging_face(config.model, family, dtype=str(dtype).removeprefix("torch."))
         self._gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).to(dtype)
-        # Its batched expert products do not accept float64.
+        # The batched expert products in transformers do not accept float64.
         self._gpt.set_experts_implementation("eager")
         naming = FAMILIES[family].naming
         self.pairs = exchanges(family, config.model, naming.fused or naming)
         weights = dict(self._gpt.named_parameters())
-        # Its expert-choice bias is a buffer.
+        # The bias for choosing experts is a buffer in transformers.
         names = {name for pair in self.pairs for name in pair.theirs}
         named = weights | {name: buffer for name, buffer in self._gpt.named_buffers() if name in names}
         trained = list(weights.values())

@@ -20,7 +20,7 @@ from triaxis.models.specs import model_specs
 
 @dataclass(frozen=True, slots=True)
 class MegatronPair:
-    """One parameter in Megatron-Core, and the parameters in our model that it consists of."""
+    """A pair (`model.Pair`): one parameter in Megatron-Core, and the parameters in our model that it is composed of."""
 
     parameter: Parameter
     ours: tuple[ParamSpec, ...]
@@ -85,7 +85,7 @@ class MegatronCore:
 
 
 def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_output: bool = True) -> Any:
-    """Build this rank's part of a GPTModel, with its own initial weights.
+    """Build this rank's part of a GPTModel, initialized by Megatron-Core.
 
     Args:
         rows: rows of the vocabulary table, padding included.
@@ -147,7 +147,7 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
 
 
 def distributed_optimizer(gpt: Any, config: OptimizerConfig) -> tuple[Any, Any]:
-    """Build (the model in Megatron-Core's data-parallel wrapper, its distributed AdamW with clipping).
+    """Return the model in Megatron-Core's data-parallel wrapper, and its distributed AdamW with clipping.
 
     Decay becomes active when the scheduler first steps, as in Megatron-LM's loop.
     """
@@ -171,7 +171,7 @@ def distributed_optimizer(gpt: Any, config: OptimizerConfig) -> tuple[Any, Any]:
 
 
 def constant_schedule(optimizer: Any, config: OptimizerConfig) -> Any:
-    """Build Megatron-Core's scheduler with one learning rate and one decay; it sets both in the optimizer's groups."""
+    """Build Megatron-Core's scheduler with a constant learning rate and decay; it writes both to the optimizer's groups."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(

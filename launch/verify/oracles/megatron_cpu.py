@@ -1,7 +1,7 @@
 """Megatron-Core 0.16 on a CPU, in its own process: CUDA calls that do not affect the results are replaced.
 
-It calls CUDA's allocator and streams by name and checks tensor types, but a GPU would compute the same. The patches stay in place,
-and its groups are globals. So a process that has called `on_cpu` can do nothing else.
+Megatron-Core calls CUDA's allocator and streams by name and checks for CUDA tensor types, but a GPU would compute the same. The
+patches stay in place, and Megatron-Core's process groups are globals. So a process that has called `on_cpu` can do nothing else.
 """
 
 import warnings
@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 @contextmanager
 def on_cpu(tp: int = 1, pp: int = 1) -> Iterator[None]:
-    """Create Megatron-Core's tp x pp groups in torch's default group, which is created for this process alone if needed."""
+    """Run a block with Megatron-Core on the CPU, with its tp x pp process groups inside torch's default group.
+
+    If torch has no default group yet, one is created for this process alone.
+    """
     warnings.simplefilter("ignore")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -47,6 +50,9 @@ class _OnCpu(torch.overrides.TorchFunctionMode):
 
 
 def _type_on_cuda(name: str) -> str:
-    """Give the type name that its optimizer expects; it treats double, which it does not list, as a type that needs no master."""
+    """Return the type name that Megatron-Core's optimizer expects for a tensor type.
+
+    Double counts as float: the optimizer does not list double, and neither type needs a master copy.
+    """
     name = name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
     return name.replace("DoubleTensor", "FloatTensor")

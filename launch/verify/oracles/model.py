@@ -11,7 +11,10 @@ from triaxis.launch.verify.verdict.records import TensorKind
 
 
 class Pair(Protocol):
-    """Our parameters and the oracle's that hold the same numbers, such as `triaxis.models.interop.huggingface.weights.Exchange`."""
+    """Some of our parameters and some of the oracle's that hold the same numbers.
+
+    `triaxis.models.interop.huggingface.weights.Exchange` is an implementation.
+    """
 
     @property
     def ours(self) -> tuple[ParamSpec, ...]: ...
@@ -26,10 +29,10 @@ class Oracle(Protocol):
 
     @property
     def pairs(self) -> Sequence[Pair]:
-        """All parameters, in our forward order."""
+        """Pairs for all parameters, in our model's forward order."""
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Weight for the next forward."""
+        """The weight that the next forward uses."""
 
     def begin_step(self) -> None:
         """Set the gradients to zero."""

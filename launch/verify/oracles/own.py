@@ -40,7 +40,7 @@ def module_of(oracle: str) -> tuple[ModuleType, str]:
 
 
 class _Same:
-    """A parameter with the same name and shape on both sides."""
+    """A pair (`model.Pair`) of one parameter on each side, with the same name and shape."""
 
     def __init__(self, spec: ParamSpec) -> None:
         self.ours, self.theirs = (spec,), (spec.name,)

@@ -1,9 +1,9 @@
-"""The process of an oracle: the steps of `triaxis verify` in another library's model, written as our one process writes them.
+"""An oracle's process: it trains another library's model as `triaxis verify` trains ours, and writes the same files.
 
     python -P -m triaxis.launch.verify.oracles.rank verify.yaml    next to it job.json: {"folder": .., "oracle": "megatron-core"}
 
-It starts from our weights at the same point and writes whole tensors under our names. It reads the corpus by itself
-(`launch/verify/oracles/corpus.py`): labels, masks and counts are its own.
+It starts from the same weights as our one process, and writes whole tensors under our names. It reads the corpus by itself
+(`launch/verify/oracles/corpus.py`): labels, masks and counts come from its own code.
 """
 
 import json
@@ -122,7 +122,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
 
 
 def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
-    """Convert the oracle's rows into a model's input tensors; it has documents if attention is `within` them."""
+    """Convert the oracle's rows into a model's input tensors; with `within`, attention stays within documents."""
     numbers = torch.from_numpy(rows.documents)
     return MicroBatch(
         tokens=torch.from_numpy(rows.tokens),
@@ -137,7 +137,7 @@ def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
 
 
 class _Book:
-    """A reference's notebook: an oracle's tensors under our names."""
+    """A writer that passes an oracle's tensors, under our names, to a reference's notebook (`launch/verify/measure.py`)."""
 
     def __init__(self, oracle: Oracle, notebook: Writing) -> None:
         self._oracle, self._notebook = oracle, notebook
@@ -153,7 +153,7 @@ class _Book:
 
     @torch.no_grad()
     def write(self, step: int, kind: TensorKind, read: Callable[[str], torch.Tensor]) -> None:
-        """Write all tensors of a kind; `read` returns them by the oracle's names.
+        """Write all tensors of a kind; `read` returns the tensor with a given name in the oracle.
 
         Parameters that are not trained have neither gradient nor moments.
         """

@@ -33,7 +33,7 @@ KINDS = ("gradient", "parameter")
 
 
 def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[ParameterFacts, ...]]:
-    """Write the first weights and all batches; return the job without its layout, and the parameters in forward order."""
+    """Write the first weights and all batches; return the job, still without a layout, and the parameters in forward order."""
     model, optimizer, dtype = config.model, config.optimizer, DTYPES[config.precision.dtype]
     name = str(dtype).removeprefix("torch.")
     family = family_of(model)
@@ -75,7 +75,7 @@ def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[Pa
 
 
 def write_as_subject(config: Config, folder: Path) -> Path:
-    """Convert a reference in `folder`, ours or an oracle's, into an adapter's one-process report; return its folder.
+    """Rewrite the reference in `folder`, ours or an oracle's, as an adapter's report from one process; return its folder.
 
     Args:
         config: configuration for one process.
@@ -102,7 +102,7 @@ def write_as_subject(config: Config, folder: Path) -> Path:
 
 
 class Reference:
-    """Base for the comparisons: reports from the smallest layout's ranks.
+    """The reports from the smallest layout's ranks; other layouts' reports are compared with them.
 
     Args:
         folder: folder with their reports.
@@ -119,7 +119,9 @@ class Reference:
     def reports(
         self, folder: Path, parameters: Sequence[ParameterFacts], sizes: ParallelSizes
     ) -> tuple[RankReport, ...]:
-        """Compare the reports that a layout's ranks left in `folder`; a tensor's sums are divided by the number of copies.
+        """Compare the reports in `folder`, left by a layout's ranks, with the reference.
+
+        If several ranks report a tensor, the sums of each are divided by their number.
 
         Raises:
             ReportError: a rank has not closed its job, or reports another rank's place; or a tensor's name or shape is not the

@@ -1,11 +1,11 @@
-"""`triaxis verify --subject`: another engine's one process compared with its own covering layouts.
+"""`triaxis verify --subject`: another engine's layouts compared with its own run in one process.
 
     our config  ->  a small model, its weights and batches  ->  ADAPTER.py in one process  ->  the reference
                                                                 ADAPTER.py in a layout      ->  the tensors of each rank, compared
                                                                 --against ENGINE            ->  compared with the reference
 
-The judge is the one for our own layouts. Weights have Hugging Face's names, and all files are safetensors and JSON. So the adapter
-may run in another environment (`triaxis_subject.py` is all that it needs).
+The reports are judged like those from our own layouts. Weights have Hugging Face's names, and all files are safetensors and JSON.
+So the adapter may run in another environment, where it needs no module but `triaxis_subject.py`.
 """
 
 import ast
@@ -63,8 +63,8 @@ class Adapter:
 
     Attributes:
         path: absolute path.
-        axes: axes of its layouts.
-        smallest: ranks on each axis in its reference.
+        axes: axes that its layouts may have.
+        smallest: number of ranks on each axis in its smallest layout, which is the reference.
     """
 
     path: Path
@@ -74,7 +74,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class SubjectTrial:
-    """A subject and the layouts in which it is tried.
+    """Another engine, the subject, and the layouts in which it is verified.
 
     Attributes:
         python: interpreter that runs the subject.
@@ -121,7 +121,7 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def covering_layouts(adapter: Adapter) -> list[dict[str, int]]:
-    """Choose layouts with 1 or 2 ranks per axis that cover all combinations of each two axes; the smallest layout is left out."""
+    """Choose layouts with 1 or 2 ranks per axis, without the smallest layout; any two axes occur in all combinations of sizes."""
     sizes = {axis: (2, 1) if adapter.smallest[axis] == 1 else (2,) for axis in adapter.axes}
     smallest = math.prod(adapter.smallest.values())
 
@@ -176,7 +176,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
     """Parse a layout in words into sizes.
 
     Raises:
-        ConfigError: a word is not one of the adapter's axes with a size that is a multiple of its smallest layout's.
+        ConfigError: a word names none of the adapter's axes, or its size is not a multiple of the smallest layout's.
     """
     words = [word.partition("=") for word in re.split("[, ]+", layout.strip())]
     wrong = [
@@ -200,7 +200,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
 
 
 def named(sizes: Mapping[str, int]) -> str:
-    """Write a layout in words; axes with one rank are left out."""
+    """Write a layout in words, such as `tp=2 dp=2`; axes with one rank are left out."""
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
@@ -209,9 +209,10 @@ def _with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 
 
 def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
-    """Run the subject in its smallest layout, then in the others; yield each verdict, and its reference, as soon as it is known.
+    """Run the subject in its smallest layout, then in the others.
 
-    If a layout differs, it runs again with one axis after another collapsed.
+    Each trial is yielded, with its verdict and its reference's name, as soon as it is judged. A layout that differs runs again,
+    with one axis after another collapsed to one rank.
 
     Raises:
         VerificationError: a run failed.

@@ -1,4 +1,4 @@
-"""The inputs and reports of another engine's adapter. It needs torch and safetensors, and nothing from Triaxis.
+"""The inputs and reports of another engine's adapter. This module needs torch and safetensors, and nothing from Triaxis.
 
 `triaxis verify CONFIG --subject ADAPTER.py` starts `ADAPTER.py FOLDER` on every rank of a layout, with torchrun's RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and this file on PYTHONPATH. An adapter in 15 lines:
@@ -39,7 +39,7 @@ def gathered(part: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
 
 
 class MicroBatch(NamedTuple):
-    """Tokens and labels int64 [b, s], and bool [b, s]: labels that count."""
+    """Tokens and labels, int64 [b, s], and `counted`, bool [b, s], which is True for labels that count in the loss."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -47,7 +47,7 @@ class MicroBatch(NamedTuple):
 
 
 class Job:
-    """One layout, on this rank.
+    """One run in one layout, as this rank sees it: settings and inputs to read, and methods that report results.
 
     Attributes:
         layout: ranks on each axis that the adapter declares.
@@ -81,7 +81,7 @@ class Job:
         return [MicroBatch(*each) for each in zip(*parts, strict=True)]
 
     def num_counted(self, step: int) -> int:
-        """Count the labels that count in a step's global batch; its loss is divided by this number."""
+        """Return how many labels count in a step's global batch; the batch's loss is divided by this number."""
         return sum(int(one.counted.sum()) for one in self.microbatches(step))
 
     def adamw(self, weights: Mapping[str, torch.Tensor]) -> torch.optim.AdamW:

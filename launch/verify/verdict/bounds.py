@@ -1,19 +1,20 @@
 """The largest error that rounding can explain.
 
-In float64 the bound is a constant, far above any rounding and far below any bug. In a narrower dtype it is measured. One process
-runs in that dtype (the reference), and once more in the next wider one, from the same rounded weights. Each tensor's relative
-error e between the two runs is one process's rounding. A layout adds the same numbers in another order, so its rounding is another
-draw with the size of e. Only tensor parallelism rounds more often: partial sums from t ranks are rounded before they are added,
-and each addition rounds again. Suppose that partial sums have equal sizes and independent errors. Then t partial sums add 1 / t of
-the variance each. The t - 1 running sums, with k / t of the size each, add the sum of k / t, about t / 2. Hence
+In float64 the bound is a constant, far above any rounding error and far below any bug's. In a narrower dtype it is measured. One
+process runs in that dtype (the reference), and once more in the next wider one, from the same rounded weights. A tensor's relative
+error e between the two runs is one process's rounding error. A layout adds the same numbers in another order, so its rounding error
+is another random draw of the same size. Only tensor parallelism rounds more often: partial sums from t ranks are rounded before
+they are added, and each addition rounds again. Suppose that the partial sums have equal sizes and independent errors. Then each of
+the t partial sums adds e^2 / t to the variance. The running sum over k of them adds e^2 k / t, which is about e^2 t / 2 for all k
+together. The reference's own error adds e^2. Hence
 
     variance of (layout - reference) <= e^2 (1 + t / 2) + e^2          bound = DRAWS e sqrt(2 + t / 2)
 
-A small tensor may be rounded well by luck. So e is at least the root mean square over all tensors of the same kind in the step.
+A small tensor may have a small error by luck. So e is at least its root mean square over all tensors of the same kind in the step.
 
-A moment inherits the rounding of the gradients that it averages. If an error is proportional to the gradient, the gradient's p-th
-power has p times the relative error. In one token's backward this is nearly so. The reference's single draw may have its error in
-small elements, which a square hides. So a moment's e is at least p times the gradients' e up to its step.
+An optimizer moment averages the p-th power of gradients, and inherits their rounding errors. If an error is proportional to the
+gradient, which is nearly so in one token's backward, the power has p times the relative error. The reference's single draw may have
+its error in small elements, which a square hides. So a moment's e is at least p times the gradients' e in each step so far.
 """
 
 import math
@@ -26,10 +27,10 @@ from triaxis.launch.verify.verdict.evidence import Evidence, relative, relative_
 from triaxis.launch.verify.verdict.records import TensorKind
 
 TOLERANCES = {"float64": 1e-9, "fp32": 1e-3}
-"""Constants: in float64, and in fp32 against an oracle, which rounds in its own way."""
+"""Constant bounds: in float64, and in fp32 for a comparison with an oracle, which rounds in its own way."""
 
 DRAWS = 3.0
-"""Standard deviations: a tensor has many rounding errors, so their norm seldom exceeds 3."""
+"""The bound in standard deviations: a tensor has many rounding errors, so their norm seldom exceeds 3."""
 
 
 def noise_factor(tp: int) -> float:
@@ -72,8 +73,8 @@ class Bounds:
     def loss(self, step: int) -> float:
         """Bound for a global batch's loss.
 
-        A mean over tokens errs by at most the root mean square of its terms, and often by far less, by luck. So e also covers the
-        first step's token losses and this step's gradients, which come from the same forward.
+        The error of a mean over tokens is at most the root mean square of the tokens' errors, and often far smaller by luck. So the
+        bound also covers the first step's token losses and this step's gradients, which come from the same forward.
         """
         if self._evidence.noise is None:
             return self._only()

@@ -1,11 +1,11 @@
-"""The description of a difference, and its axis if measurements name one.
+"""The description of a difference, and the axis that it comes from, if measurements name one.
 
-An axis is named only from measurements:
+These measurements can name an axis, in this order:
 
-    sub-layouts     the same run with one axis collapsed to 1 rank: the axis without which the difference vanishes
-    which ranks     several such axes left: the one that separates right ranks from wrong ranks
-    partial sums    several left, or no sub-layouts: projections of the ranks' gradients add up to 1 along one axis
-    factor          no sub-layouts: everything is the same multiple, equal to the size (or its inverse) of one axis only
+    sub-layouts     the axis without which the difference vanishes, in runs with one axis collapsed to 1 rank
+    which ranks     if several axes remain: the axis that separates right ranks from wrong ranks
+    partial sums    if several remain, or no sub-layouts ran: the axis along which projections of the ranks' gradients add up to 1
+    factor          if no sub-layouts ran: the only axis whose size, or its inverse, is the factor between wrong and right values
 
 The tables that list which gradients are summed over which axis are not read, because a bug may be in them.
 """
@@ -22,10 +22,10 @@ from triaxis.launch.verify.verdict.records import RankReport, together
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
 """The mesh axes, then the expert axes, which cut the same ranks of a stage in another way."""
 LOOSEST_SUM = 0.05
-"""Largest distance from 1 at which projections indicate partial sums; a tighter bound takes precedence."""
+"""Largest distance from 1 at which the sum of projections indicates partial sums; the rounding bound is used if it is smaller."""
 
 FP32_ROUNDING = 1e-6
-"""A tensor's relative error: a few times the rounding of its elements, 6e-8."""
+"""Largest relative error of a tensor that fp32 rounding explains: a few times one element's rounding, 6e-8."""
 
 
 def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict] = ()) -> Cause:
@@ -47,7 +47,7 @@ def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequ
 
 
 def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str, tuple[int, ...]]:
-    """Find the axes that separate right ranks from wrong ranks, with the wrong coordinates."""
+    """Find the axes that separate right ranks from wrong ranks; return the wrong ranks' coordinates on each such axis."""
     right_ranks: list[RankReport] = []
     wrong_ranks: list[RankReport] = []
     for rank in evidence.ranks:
@@ -81,7 +81,7 @@ def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviatio
 def _from_outcomes(
     evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict]
 ) -> str | None:
-    """Find the axis without which the difference vanishes; the ranks' values decide between several."""
+    """Find the axis without which the difference vanishes; if there are several, the ranks' values decide."""
     vanished = {one.axis for one in outcomes if one.axis is not None and one.equal}
     is_gradient = differing[0].what == "gradient"
     summed = {axis for axis in AXES[:2] if is_gradient and are_partial_sums(evidence, differing, axis)}
@@ -126,7 +126,7 @@ def _from_ranks(evidence: Evidence, differing: Sequence[Difference]) -> str | No
 
 
 def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
-    """Name tp or pp if ranks that differ on it alone read other samples; dp otherwise."""
+    """Return tp or pp if ranks that differ only on that axis read different samples; otherwise dp, if it has several ranks."""
     for axis in AXES[:2]:
         for ranks in _along(evidence, axis):
             if len({rank.samples[step] for rank in ranks}) > 1:
@@ -135,7 +135,7 @@ def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
 
 
 def common_factor(differing: Sequence[Difference]) -> float | None:
-    """The one number that multiplies all values; None: there is no such number."""
+    """Return the factor between right and wrong values if all differences share it; None otherwise."""
     factors = [one.factor for one in differing]
     first = factors[0]
     if first is None or any(one is None or not math.isclose(one, first, rel_tol=1e-3) for one in factors):
@@ -147,8 +147,8 @@ def are_partial_sums(evidence: Evidence, differing: Sequence[Difference], axis: 
     """Whether the ranks' gradients along an axis add up to the right ones, and none is a multiple of them.
 
     Rank i's gradient g_i is measured by its projection <w, g_i> / <w, w> on the wanted gradient w. If g_0 + g_1 + ... = w, the
-    projections add up to 1. Parts of a tensor that is cut along the axis could do so by chance, if each projection were
-    1 / size; such parts are multiples.
+    projections add up to 1. Parts of a tensor that is cut along the axis could also add up to 1 by chance, if each projection were
+    1 / size. But such parts are multiples of the right gradient, and these are excluded.
     """
     first = differing[0]
     close = max(1e-6, min(first.bound, LOOSEST_SUM))

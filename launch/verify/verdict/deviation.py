@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Sums over the elements of `got` and the `wanted` values in the same places.
+    """Sums over the elements of a tensor `got` and over the elements of `wanted` in the same places.
 
     Attributes:
+        numel: number of elements.
+        wanted_square, got_square: sums of wanted^2 and of got^2.
+        product: sum of wanted x got.
         error_square: sum of (got - wanted)^2; infinite if any element is not finite.
     """
 
@@ -28,7 +31,7 @@ class Deviation:
         )
 
     def shared(self, copies: int) -> "Deviation":
-        """Divide by the number of copies, so that the sum over copies equals one mean copy."""
+        """Divide the sums by the number of copies, so that adding up all copies gives their mean."""
         squares = (self.wanted_square, self.got_square, self.product, self.error_square)
         return Deviation(self.numel, *(square / copies for square in squares))
 
@@ -47,7 +50,7 @@ class Deviation:
 
     @property
     def factor(self) -> float | None:
-        """The f that brings f x wanted nearest to `got`: 2 means that something was added twice."""
+        """The f for which f x wanted is nearest to `got`; 2 means that something was added twice. None: `wanted` is zero."""
         return self.product / self.wanted_square if self.wanted_square else None
 
     @property

@@ -19,21 +19,21 @@ from triaxis.launch.verify.verdict.records import (
 )
 
 ALONE = "one process"
-"""`SublayoutVerdict.change` for the run without any axis: the reference's own layout, once more."""
+"""Value of `SublayoutVerdict.change` if the reference's own layout, one process, runs once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that differs.
+    """One compared quantity and its error.
 
     Attributes:
         step: step, from 0.
         what: tensor kind, `samples`, `routing`, `output`, `loss` or `gradient norm`.
         name: parameter, site or sample; empty for scalars.
-        wanted, got: norms, or the scalars themselves; for a sample, how often it is read; for a routing, all expert choices and
-            those that the reference made too.
+        wanted, got: norms of the tensor, or the scalars themselves. For a sample: how often it is read. For a routing: number of
+            all expert choices, and number of those that the reference made too.
         error: norm of the difference, relative to `wanted` or to the tensor's share of all tensors.
-        factor: multiple of the wanted value, if `got` is exactly that; None otherwise.
+        factor: f if `got` is f x wanted in every element; None otherwise.
         bound: largest error that rounding explains.
     """
 
@@ -78,10 +78,11 @@ class Evidence:
         parameters: the layout's treatment of each parameter, in forward order.
         reference: the one process's steps.
         ranks: the layout's reports.
-        samples: samples by step of the one process; empty: the reference has not written them.
-        noise: report from one process in a wider dtype; None: the bound is a constant.
+        samples: samples that the one process read, by step; empty: the reference has not written them.
+        noise: report from one process in a wider dtype, which measures rounding; None: the bound is a constant.
         routings: the one process's expert choices; empty: the reference has not written them.
-        are_whole: each rank reports whole gradients, so dp ranks may hold parts of a sum; our ranks report owned parts.
+        are_whole: True if each rank reports whole gradients, so that dp ranks may hold parts of a sum; False if each rank reports
+            the parts that it owns, as our ranks do.
     """
 
     sizes: ParallelSizes
@@ -142,7 +143,7 @@ def _sites(ranks: tuple[RankReport, ...]) -> dict[str, Deviation]:
 
 
 def relative_errors(tensors: Mapping[str, Deviation]) -> dict[str, float]:
-    """Divide each error by its tensor's norm, or by the tensor's share of all if that is larger.
+    """Divide each error by its tensor's norm, or by the root mean square of all norms if that is larger.
 
     A gradient that is zero in theory is rounding in practice, and its own norm would be too small a scale.
     """

@@ -20,10 +20,10 @@ __all__ = ["TOLERANCES", "Cause", "Difference", "Evidence", "Verdict", "judge"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome; equal if `differences` is empty.
+    """The verdict on a layout, which equals its reference if `differences` is empty.
 
     Attributes:
-        largest: largest relative error and its name, for every compared kind.
+        largest: largest relative error, and the name of the tensor or value that has it, by kind.
         differences: all differences within the first kind that differs, in order.
         reference: the one process's steps.
         of_bound: largest error as a fraction of its bound; at most 1 if equal.
@@ -41,7 +41,7 @@ class Verdict:
 
 
 def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
-    """Find the first difference, and the evidence for an axis in the ranks' reports.
+    """Compare the ranks' reports with the reference; find the first kind of value that differs, and the likely cause.
 
     Args:
         tolerance: bound for every error, if the evidence has no measured noise.
@@ -104,7 +104,10 @@ def _of(step: int, what: str, tensors: Mapping[str, Deviation], bounds: Mapping[
 
 
 def _routing(evidence: Evidence, step: int) -> Iterator[Difference]:
-    """Compare expert choices layer by layer; in a narrow dtype flips are counted only, since any number can be rounding."""
+    """Compare expert choices layer by layer.
+
+    In a narrow dtype, choices that differ from the reference's are counted but allowed, since rounding can explain any number.
+    """
     found: dict[int, RoutingReport] = {}
     for rank in evidence.ranks:
         for one in rank.routings:
@@ -139,7 +142,7 @@ def _scalars(
     value: Callable[[StepFacts], float],
     bound: float,
 ) -> list[Difference]:
-    """Difference at the worst rank."""
+    """Compare a scalar with the reference's; return the difference on the rank where it is largest."""
     expected = value(wanted)
     worst = max((value(facts) for facts in got), key=lambda number: _distance(number, expected))
     factor = worst / expected if expected else None

@@ -43,7 +43,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """One tensor in one step on one rank, its parts added up."""
+    """One tensor in one step on one rank; `deviation` is the sum over the parts that the rank holds."""
 
     step: int
     kind: TensorKind
@@ -146,7 +146,15 @@ def samples_of(steps: Iterable[Iterable[Iterable[int]]]) -> tuple[tuple[Sample, 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """A layout's view of one parameter: the axis of its replicas, and the axis over which their gradients are summed."""
+    """One parameter in a layout.
+
+    Attributes:
+        replicas: axis over which other ranks hold the same values; None: there is none, or it is unknown.
+        sum_over: axis over which its gradients are summed besides the data-parallel sum; None: likewise.
+        decay: whether weight decay applies.
+        tied_ends: whether it is on the first and the last stage (the tied embedding).
+        stage: index of the first stage that has it.
+    """
 
     name: str
     replicas: str | None
@@ -157,5 +165,5 @@ class ParameterFacts:
 
 
 def together(deviations: Iterable[Deviation]) -> Deviation:
-    """Add up a tensor's parts. Replicas count as often as they are held, in the wanted and in the measured sums."""
+    """Add up the deviations of a tensor's parts; a replicated part counts once for each rank that holds it."""
     return sum(deviations, NOTHING)

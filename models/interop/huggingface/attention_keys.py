@@ -1,9 +1,12 @@
 """Map RoPE, window and layer-kind keys in a Hugging Face config.json to our attention fields, and back.
 
+Their keys are on the left, our fields on the right:
+
 rope_theta, rope_scaling | rope_parameters       <->  rope_base, rope_scaling, rotary_share: for all layers, or by layer kind
 sliding_window, layer_types, no_rope_layers ..   <->  window and position, or layers and layer_kinds
 
-A family's keys are data (`family.py`). A window in transformers lets a query see the keys > q - sliding_window, as here.
+A family's keys are data (`family.py`). With a window, the query at position q sees the keys at positions above q - sliding_window
+and up to q, in transformers and here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +22,7 @@ Keys = Mapping[str, Any]
 Fields = dict[str, Any]
 
 NO_ROPE = "no_rope"
-"""Name for the layer kind without RoPE; for a kind with a window, a suffix."""
+"""Name of the layer kind without RoPE; suffix of a kind's name if it also has a window."""
 
 PHI3_FIELDS = {"type", "factor", "original_max_position_embeddings", "short_factor", "long_factor"}
 """Fields of a Phi-3 scaling. Before transformers 5, Phi-3 accepts only the type and the two lists among them."""
@@ -29,7 +32,7 @@ OLD_TYPES = {"su": "longrope"}
 
 
 def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
-    """Add attention fields to `model`; return problems, and leave `model` unchanged if there are any."""
+    """Add attention fields to `model`, which already has `num_layers`. Return problems; if there are any, `model` is unchanged."""
     rope = family.rope
     if rope is None:
         return []
@@ -62,7 +65,7 @@ def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
 
 
 def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str]]:
-    """Read `rope_base`, `rope_scaling` and `rotary_share` by layer type, and problems."""
+    """Read `rope_base`, `rope_scaling` and `rotary_share` for each layer type; return them by type, and problems."""
     ropes: dict[str, Fields] = {}
     problems = [
         f"{name} = {shown(keys[name])}: must be a mapping; how the model's heads rotate would be a guess."
@@ -97,7 +100,10 @@ def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str
 
 
 def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str, Keys]]:
-    """Yield the place and content of each RoPE mapping for a layer type ("": all layers)."""
+    """Yield (place, content) for each mapping in the file with RoPE settings for the layer type `kind` ("": all layers).
+
+    `has_scaling`: the file's `rope_scaling` applies to this type.
+    """
     new, old = (keys.get(name) for name in OF_ROPE)
     if isinstance(new, Mapping):
         if not kind:
@@ -113,7 +119,11 @@ def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str,
 def _agreed(
     keys: Keys, sources: Mapping[str, Keys], names: Names, inner: str, default: float
 ) -> tuple[Any, Iterator[str]]:
-    """Find the one value given at the top level or in the mappings, or else the default, and problems."""
+    """Read one setting, which the file may give as a top-level key in `names` and as the key `inner` in RoPE mappings.
+
+    Returns:
+        The first value given, or `default`; and a problem for each place with another value.
+    """
     given = {place: source[inner] for place, source in sources.items() if source.get(inner) is not None}
     given |= {name: keys[name] for name in names if keys.get(name) is not None}
     if not given:
@@ -128,7 +138,7 @@ def _agreed(
 
 
 def _scaling(source: Keys, keys: Keys, rope: RopeKeys) -> Fields:
-    """Build our scaling fields, including those that transformers takes from elsewhere in the file (modeling_rope_utils.py)."""
+    """Build our scaling fields from the RoPE mapping `source` and the top-level `keys`, as transformers' modeling_rope_utils.py."""
     of_type = source.get("rope_type", source.get("type", "default"))
     scaling = {"type": OLD_TYPES.get(of_type, of_type) if isinstance(of_type, str) else of_type}
     for name, value in source.items():
@@ -148,7 +158,7 @@ def _scaling(source: Keys, keys: Keys, rope: RopeKeys) -> Fields:
 
 
 def _read_types(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[int | None, list[str], list[str]]:
-    """Read the window, FULL or SLIDING for each layer, and problems."""
+    """Read the window and the layer types; return the window's length, FULL or SLIDING for each layer, and problems."""
     window = keys.get("sliding_window", layers.default_window)
     types = keys.get("layer_types") if layers.windows == "some" else None
     if unknown := sorted(set(types or ()) - {FULL, SLIDING}):
@@ -167,7 +177,7 @@ def _read_types(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[int | N
 
 
 def _has_window(keys: Keys, layers: LayerKeys, layer: int) -> bool:
-    """Whether a layer has a window, if there is no `layer_types` to list it."""
+    """Whether a layer has a window by the family's rule, which applies if the file has no `layer_types`."""
     if layers.first is not None:
         return bool(layer >= keys.get(*layers.first))
     if layers.period is not None:
@@ -178,7 +188,7 @@ def _has_window(keys: Keys, layers: LayerKeys, layer: int) -> bool:
 
 
 def _read_rotates(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[list[bool], list[str]]:
-    """Read whether each layer rotates queries and keys, and problems."""
+    """Read which layers rotate queries and keys; return a flag for each layer, and problems."""
     if layers.no_rope is None:
         return [True] * num_layers, []
     key = layers.no_rope[0]
@@ -195,7 +205,7 @@ def _rotates(keys: Keys, no_rope: tuple[str, str, int], layer: int) -> bool:
 
 
 def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
-    """List layer features that a family's layers cannot have."""
+    """Yield a phrase for each attention feature of the model that the family's layers cannot have."""
     if family.rope is None:
         return
     by_type = len(family.rope.bases) > 1
@@ -223,7 +233,7 @@ def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    """Yield keys that set the layers' RoPE and windows, even if no layer has a window."""
+    """Yield (key, value) for the keys that set the layers' RoPE and windows; window keys are written even if there is no window."""
     if family.rope is None:
         return
     yield from _rope_keys(model, family.rope)
@@ -247,7 +257,10 @@ def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, ob
 
 
 def _rope_keys(model: ModelConfig, rope: RopeKeys) -> Iterator[tuple[str, object]]:
-    """Yield RoPE keys in the form used before transformers 5, which it still reads; if layer types differ, in both forms."""
+    """Yield RoPE keys in the form used before transformers 5, which transformers 5 still reads.
+
+    If the family's layer types have separate settings, the new form, `rope_parameters`, follows.
+    """
     top: dict[str, set[float]] = {}
     new: dict[str, Fields] = {}
     for kind, (names, default) in rope.bases.items():
@@ -295,7 +308,10 @@ def _longrope(rotary: Rotary) -> RopeScaling | None:
 
 
 def _longest(scaling: RopeScaling, model: ModelConfig) -> int | None:
-    """Maximum length, `factor` times the original one; None if it is not an integer or is shorter than the model's samples."""
+    """Compute the maximum length in tokens: `factor` times the original length.
+
+    The result is None if that is not an integer, or is shorter than the model's samples.
+    """
     assert scaling.factor is not None and scaling.original_max_position_embeddings is not None, "longrope has both"
     longest = scaling.factor * scaling.original_max_position_embeddings
     return int(longest) if longest.is_integer() and longest >= model.seq_length else None

@@ -4,8 +4,8 @@
       <->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}
 
 Each family is a record (`families.py`): a table from its keys to our fields, plus values that the family fixes and its files
-omit. A key for an unsupported feature is refused unless its value switches the feature off. An unknown key is refused too: a
-silently different model costs more than a deleted line.
+omit. A key for an unsupported feature is refused unless its value switches the feature off. An unknown key is refused too, because
+it is cheaper to delete a line than to train another model without noticing.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "add_cross_attention": ((False,), "cross-attention is not built: Triaxis trains decoders"),
     "is_encoder_decoder": ((False,), "encoders are not built: Triaxis trains decoders"),
 }
-"""Keys that must be absent or have one of these values, each with the reason."""
+"""Key -> (allowed values, why no other is). Unless the family supports such a key, it must be absent or have an allowed value."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -144,7 +144,7 @@ QUANTIZATION = "quantization_config"
 
 
 def fp8_block(quantization: object) -> tuple[int, int] | None:
-    """Rows and columns in an FP8 block that shares one scale; None if weights are not quantized this way."""
+    """Read the numbers of rows and columns in an FP8 block with one scale; None if weights are not quantized in this way."""
     if not isinstance(quantization, Mapping):
         return None
     block = quantization.get("weight_block_size")
@@ -241,7 +241,7 @@ def from_hugging_face(
 
 
 def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str]:
-    """Yield a problem for each derived key whose value does not follow from the model."""
+    """Yield a problem for each key of `family.derived` whose value in the file is not the one that follows from the model."""
     for key, derived in family.derived.items():
         given, wanted = keys.get(key), derived.value(model)
         if given != wanted and not (given is None and derived.may_lack):
@@ -249,7 +249,7 @@ def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str
 
 
 def text_keys(keys: Keys) -> Keys:
-    """The language model's keys: those in `text_config` if present, otherwise the top-level keys."""
+    """Return the language model's keys: `text_config` and the OF_BOTH keys beside it; or all keys if there is no `text_config`."""
     text = keys.get("text_config")
     if not isinstance(text, Mapping):
         return keys
@@ -257,7 +257,7 @@ def text_keys(keys: Keys) -> Keys:
 
 
 def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
-    """Add fields that are functions of a key or of another field to `model`, and yield problems."""
+    """Add to `model` the fields that are computed from a key or from another field; yield problems."""
     if family.scale is not None:
         given = keys.get(family.scale.key, family.scale.default)
         if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
@@ -270,7 +270,7 @@ def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterat
 
 
 def _read_mtp(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
-    """Add multi-token prediction layers to `model` if the family has them, and yield problems."""
+    """Add `mtp` to `model` if the file has multi-token prediction layers and they are supported for the family; yield problems."""
     given = {key: keys[key] for key in family.further if keys.get(key) is not None and family.naming.ahead}
     number = next(iter(given.values()), 0)
     if any(other != number for other in given.values()):
@@ -321,7 +321,7 @@ def _has_no_effect(key: str) -> bool:
 
 
 def passed_over(keys: Keys) -> list[str]:
-    """Sorted generation and bookkeeping keys in the file, which compute nothing."""
+    """List, sorted, the file's keys for text generation and bookkeeping, which do not change the model."""
     return sorted(
         key
         for key in keys
@@ -330,7 +330,7 @@ def passed_over(keys: Keys) -> list[str]:
 
 
 def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
-    """Notes on keys without effect and on those that `--ignore` named; empty if there are none."""
+    """Build notes on what was not read: other parts of a multi-part model, keys without effect, and keys that `--ignore` named."""
     found, notes = passed_over(text_keys(keys)), []
     if "text_config" in keys:
         others = sorted(key for key, value in keys.items() if isinstance(value, Mapping) and key != "text_config")
@@ -367,7 +367,7 @@ def family_of(model: ModelConfig, wanted: str | None = None) -> str:
     """Find a transformers `model_type` that can express the model: `wanted`, or the first match in `FAMILIES`.
 
     Raises:
-        ConfigError: `wanted`, or every family, differs from the model; it names the differences.
+        ConfigError: `wanted` differs from the model, or all families do if `wanted` is None; the error lists the differences.
     """
     differences = {name: list(_differences(model, name)) for name in (FAMILIES if wanted is None else [wanted])}
     for name, found in differences.items():
@@ -382,7 +382,7 @@ def family_of(model: ModelConfig, wanted: str | None = None) -> str:
 def to_hugging_face(
     model: ModelConfig, family: str, *, dtype: str, special_ids: Keys | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Build the config.json content for a model, and notes for the reader.
+    """Build the config.json content for a model, and notes on training settings that the family has no key for.
 
     Args:
         family: family from `family_of`.
@@ -420,12 +420,12 @@ def to_hugging_face(
 
 
 def _attention_scale(model: ModelConfig) -> float:
-    """Factor applied to attention logits."""
+    """Factor that multiplies attention logits: `model.attention_scale`, or 1 / sqrt(head size) if it is None."""
     return model.attention_scale if model.attention_scale is not None else model.head_size**-0.5
 
 
 def _differences(model: ModelConfig, name: str) -> Iterator[str]:
-    """List model features that a family cannot express."""
+    """Yield a phrase for each model feature that a family cannot express."""
     family = FAMILIES[name]
     for ours, value in family.fixed.items():
         if getattr(model, ours) != value:

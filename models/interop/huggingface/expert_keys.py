@@ -4,7 +4,7 @@ num_experts, num_experts_per_tok, norm_topk_prob ..                          <->
 first_k_dense_replace | decoder_sparse_step, mlp_only_layers                 <->  model.layers: [dense*3, moe*58]
 
 A family's keys are data (`family.py`). Terms that transformers adds to its own training loss are left out: they average over one
-microbatch's tokens and so depend on the layout. `model.moe.balance` has terms that do not.
+microbatch's tokens and so depend on the layout. The terms in `model.moe.balance` do not depend on it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,11 +26,13 @@ IN_TRAINING = ("router_aux_loss_coef", "aux_loss_alpha")
 """Factors for expert load-balancing losses."""
 
 NO_PART_OF_A_MODEL = frozenset({"balance", "choice_bias", "row_headroom"})
-"""`model.moe` fields that do not change logits, and the one that `ExpertKeys.has_bias` represents."""
+"""`model.moe` fields that are not compared with the family's keys: those that do not change logits, and `choice_bias`, for which
+`ExpertKeys.has_bias` is compared.
+"""
 
 
 def read_experts(keys: Keys, family: Family, model: Fields) -> list[str]:
-    """Add `moe` and `layers` to `model`; return problems, and leave `model` unchanged if there are any."""
+    """Add `moe` and `layers` to `model`, which has `num_layers`; return problems. If there are any, `model` is unchanged."""
     experts = family.experts
     if experts is None:
         return []
@@ -47,7 +49,7 @@ def read_experts(keys: Keys, family: Family, model: Fields) -> list[str]:
 
 
 def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str], list[str]]:
-    """Read the kind of each layer, and problems."""
+    """Read which layers have experts; return DENSE or MOE for each layer, and problems."""
     first, step = (keys.get(key, default) if key else default for key, default in (experts.first, experts.step))
     listed = keys.get(experts.listed) or []
     problems = [
@@ -66,7 +68,7 @@ def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str],
 
 
 def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
-    """Build the `model.moe` section, and problems."""
+    """Build the `model.moe` section; return it, and problems."""
     moe: Fields = dict(experts.fixed) | ({"choice_bias": True} if experts.has_bias else {})
     problems = []
     for names, (field, default) in experts.names.items():
@@ -94,7 +96,7 @@ def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
 
 
 def expert_notes(keys: Keys, family: Family) -> Iterator[str]:
-    """Yield a note if transformers would add an expert load-balancing loss."""
+    """Yield a note if transformers would add an expert load-balancing loss, which is not imported."""
     given = [f"{key} = {keys[key]}" for key in IN_TRAINING if keys.get(key)]
     if family.experts is not None and given:
         yield (
@@ -103,7 +105,7 @@ def expert_notes(keys: Keys, family: Family) -> Iterator[str]:
 
 
 def expert_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    """Yield keys that set the layers' experts."""
+    """Yield (key, value) for the keys that describe the model's experts and say which layers have them."""
     experts = family.experts
     if experts is None:
         return
@@ -124,7 +126,7 @@ def expert_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, objec
 
 
 def expert_differences(model: ModelConfig, family: Family) -> Iterator[str]:
-    """List expert features that a family's models cannot have."""
+    """Yield a phrase for each expert feature of the model that the family's models cannot have."""
     experts, moe = family.experts, model.moe
     if experts is None:
         return

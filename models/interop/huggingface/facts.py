@@ -1,9 +1,11 @@
 """Accept unknown config.json keys that only repeat what the model is.
 
+The columns give an example, what such a key says, and when it is accepted:
+
     max_sequence_length = 2048     another name for a value in the file              agrees if the values are equal
-    lm_head_bias = false           whether a layer has a bias                        agrees if it has none
-    interpolate_factor = 1         a factor of one, a dropout of zero, each layer    change nothing
-    internal_version = 7b-v2.33    a note on the file                                is read by no layer
+    lm_head_bias = false           whether a layer has a bias                        agrees if that is true of the model
+    interpolate_factor = 1         a factor, a dropout, a period of layers           agrees if it has no effect: 1, 0, 1
+    internal_version = 7b-v2.33    a note on the file                                always: no layer reads it
 
 Published files hold so many such keys that no list could be complete. A key is classified by its last word, and its value is
 compared with the model. All other keys are refused.
@@ -22,11 +24,11 @@ _NEUTRAL: Mapping[str, float] = {
 """Last word of a key -> value that has no effect."""
 
 _EACH_LAYER = ("mod", "interval", "period", "freq", "frequency")
-"""Last words of keys that give the period p of a pattern: every p-th layer is of another kind."""
+"""Last words of keys that give a period p: every p-th layer has some feature. With p = 1, all layers have it."""
 
 
 _TOOLS = ("unsloth",)
-"""First words of keys that training tools use for themselves."""
+"""First words of keys that training tools write for their own use."""
 
 
 def is_note(key: str) -> bool:
@@ -35,7 +37,7 @@ def is_note(key: str) -> bool:
 
 
 def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
-    """Whether an unknown key only repeats what the model is.
+    """Whether an unknown key only repeats what the model is, so that it can be accepted.
 
     Args:
         key: config.json key.
@@ -56,7 +58,10 @@ def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
 
 
 def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
-    """Sample length after linear RoPE scaling, if the file's own length is the one before it; otherwise empty."""
+    """List other values that also agree with the known value of a field.
+
+    With linear RoPE scaling, that is the sample length x the scaling factor; in all other cases the list is empty.
+    """
     scaling = model.get("rope_scaling")
     is_before = name == "model.seq_length" and isinstance(scaling, Mapping) and scaling.get("type") == "linear"
     return [known * scaling["factor"]] if is_before and scaling is not None else []

@@ -76,7 +76,7 @@ def _llama_like(
     without: Names = (),
     **others: Any,
 ) -> Family:
-    """Build a family from Llama's keys and names plus its differences; `without` drops some keys."""
+    """Build a family from Llama's keys and names, its own additions, and `without`, the names of Llama's keys that it lacks."""
 
     def kept(table: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in table.items() if key not in without}
@@ -93,7 +93,7 @@ def _llama_like(
 
 
 def _scalar(scale: float) -> float | None:
-    """Integer whose inverse square root is the attention scale; None if there is none."""
+    """Find the integer whose inverse square root is `scale`, the attention scale; None if there is none."""
     scalar = round(scale**-2)
     return scalar if scalar and scalar**-0.5 == scale else None
 
@@ -130,8 +130,9 @@ def _expert_keys(
     Args:
         num_experts: spellings of the key for the number of experts.
         ffn_hidden_size: key for one expert's width.
-        defaults: number of experts, experts per token, and width; None if the file must have the key.
-        names: further keys.
+        defaults: default number of experts, experts per token and width; None: the file must have that key.
+        names: further keys -> (field of `model.moe`, default).
+        others: other fields of the `ExpertKeys`.
     """
     sizes = {
         num_experts: ("num_experts", defaults[0]),
@@ -188,12 +189,13 @@ def _deepseek(architecture: str, naming: Naming, experts: ExpertKeys, off: Mappi
 def _deepseek_experts(
     groups: tuple[int | None, int | None], sizes: tuple[int, int | None, int, int], scaling: float, **others: Any
 ) -> ExpertKeys:
-    """Build DeepSeek's expert keys from defaults.
+    """Build DeepSeek's expert keys, which have the same names in all versions but other defaults.
 
     Args:
-        groups: number of groups, and number that a token may use.
-        sizes: number of experts, experts per token, expert width, number of shared experts.
-        scaling: factor on the routed output.
+        groups: default number of expert groups, and default number of groups from which a token may choose.
+        sizes: defaults for the number of experts, experts per token, expert width, and number of shared experts.
+        scaling: default for the factor that multiplies the routed experts' output.
+        others: other arguments for `_expert_keys`.
     """
     names = {
         "n_shared_experts": ("shared_experts", sizes[3]),

@@ -13,14 +13,14 @@ from triaxis.engine.config.model import ModelConfig
 
 Names = tuple[str, ...]
 Table = Sequence[tuple[Names, Names]]
-"""Rows of names: our tensors, joined along their output dim, are split into equal parts, which are theirs."""
+"""Rows (our names, their names): our tensors, concatenated along the output dim and split into equal parts, are their tensors."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Layer types in `layer_types`, and names for our layer kinds."""
 
 OF_ROPE = ("rope_parameters", "rope_scaling")
-"""Keys with RoPE settings. transformers 5 writes the first, which includes the base; older files keep the base apart from the
-second.
+"""Keys whose values are mappings with RoPE settings. transformers 5 writes the first, with the base inside; older files have the
+second, and the base as a top-level key.
 """
 
 
@@ -29,17 +29,17 @@ class Naming:
     """Tensor names in a family.
 
     Attributes:
-        first, last: tensors before and after the layers.
-        layer: tensors in a layer, without `layers.N.` and `layer_prefix`.
-        layer_prefix: prefix in their names, with {} for the layer number.
-        base_prefix: prefix that is missing if the file was saved from the model without its head.
+        first, last: names of the tensors before and after the layers.
+        layer: names of the tensors in a layer, without our prefix `layers.N.` and without `layer_prefix`.
+        layer_prefix: prefix of their names in a layer, with {} for the layer number.
+        base_prefix: prefix of their names that is missing in files saved from a model without its head.
         transposed: whether their linear layers are stored as [in, out].
-        interleaved: names in `layer` whose rows at the end of each head keep RoPE pairs as neighbours, (2 i, 2 i + 1).
-        by_head: names in `layer` whose rows are [heads, (query, key, value), d]; elsewhere all queries come first.
+        interleaved: their names in `layer` of tensors whose heads end with RoPE's pairs as neighbouring rows, (2 i, 2 i + 1).
+        by_head: their names in `layer` of tensors with rows [heads, (query, key, value), d]; in all others, all queries come first.
         experts: tensors of one expert in a layer, with {} for its number; names without {} hold all experts, [E, out, in].
         ahead: extra tensors in a multi-token prediction layer, besides those in `layer`; empty if the family has no such layers.
         copies: our tensors that a multi-token prediction layer duplicates, and the copies' names.
-        fused: names for files with all experts of a layer in one tensor, as in transformers 5 modules; None if there are none.
+        fused: naming for files that have all experts of a layer in one tensor, as in transformers 5; None: there are no such files.
         buffers: tensors in old files that are constants, not weights.
     """
 
@@ -60,13 +60,13 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class RopeKeys:
-    """RoPE keys.
+    """A family's config.json keys for RoPE.
 
     Attributes:
-        bases: layer type ("" if all layers are alike) -> top-level keys for the base, and its default. An export writes the
+        bases: layer type ("" if all layers are alike) -> (top-level keys for RoPE's base, default base). An export writes the
             first key. A top-level `rope_scaling` applies to the first type.
-        share: top-level keys for the rotated share of each head, and its default; None rotates the whole head.
-        original_length: default for `original_max_position_embeddings`; None uses the model's longest text.
+        share: (top-level keys for the share of each head that rotates, default share); None: the whole head rotates.
+        original_length: default for `original_max_position_embeddings`; None: the default is `max_position_embeddings`.
     """
 
     bases: Mapping[str, tuple[Names, float]]
@@ -75,7 +75,7 @@ class RopeKeys:
 
     @property
     def keys(self) -> set[str]:
-        """Top-level RoPE keys."""
+        """All top-level keys with RoPE settings, in any of their spellings."""
         found = [*self.bases.values(), *(() if self.share is None else (self.share,))]
         return {*OF_ROPE, "original_max_position_embeddings"} | {key for keys, _ in found for key in keys}
 
@@ -87,17 +87,17 @@ class RopeKeys:
 
 @dataclass(frozen=True, slots=True)
 class LayerKeys:
-    """Keys that make layers differ.
+    """A family's config.json keys for windows, and for layers without RoPE.
 
     Attributes:
-        windows: layers that may have a window: none, all, or those listed in `layer_types`.
-        default_window: window length if `sliding_window` is absent; a null there means no window.
-        switch: key that must be true for windows to apply; "" if there is none.
-        first: key for the first layer with a window, and its default; used if `layer_types` is absent.
-        period: key for p, and its default; every p-th layer has no window. Used if `layer_types` is absent. A key "" does not
-            exist.
-        no_rope: key for a list with 0 for each layer without RoPE; and, if the list is absent, the key for p (every p-th layer
-            has no RoPE) and p's default.
+        windows: layers that may have a window: `none`, `all`, or `some`, the layers that `layer_types` lists.
+        default_window: window length if the file has no `sliding_window`; if that key is null, there is no window.
+        switch: key that must be true for windows to apply; "": the family has no such key.
+        first: (key for the index of the first layer with a window, default index); used if `layer_types` is absent.
+        period: (key for p, default p): every p-th layer has no window. Used if `layer_types` is absent. If the key is "", files
+            have no such key and p is the default.
+        no_rope: (key for a list with 0 for each layer without RoPE, key for p, default p). If the list is absent, every p-th layer
+            has no RoPE.
     """
 
     windows: Literal["none", "all", "some"] = "none"
@@ -109,7 +109,7 @@ class LayerKeys:
 
     @property
     def keys(self) -> set[str]:
-        """All keys that make layers differ."""
+        """All of the keys that the attributes name, and those that `windows` implies."""
         of_windows = {"none": (), "all": ("sliding_window",), "some": ("sliding_window", "layer_types")}[self.windows]
         others = [self.switch, *(pair[0] for pair in (self.first, self.period) if pair is not None)]
         return {key for key in (*of_windows, *others, *(self.no_rope or ())[:2]) if key}
@@ -126,9 +126,10 @@ class ScaleKey:
     """Key for the attention logit scale, in families that have one.
 
     Attributes:
-        key: key name.
-        default: value if the file leaves it out.
-        to_ours, to_theirs: conversion from value to scale, and its inverse, which is None if no value gives the scale.
+        key: the key's name.
+        default: value if the file leaves the key out.
+        to_ours: function from the key's value to our scale.
+        to_theirs: function from our scale to the key's value; it returns None if no value gives that scale.
     """
 
     key: str
@@ -142,8 +143,8 @@ class DerivedKey:
     """Key whose value follows from the model.
 
     Attributes:
-        value: function from our `model` section to the value.
-        why: reason that another value cannot be built.
+        value: function from our `model` section to the key's value.
+        why: why a model with another value cannot be built here.
         may_lack: whether a file may leave the key out.
     """
 
@@ -154,19 +155,19 @@ class DerivedKey:
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """Keys for layers with experts.
+    """A family's config.json keys for layers with experts.
 
     Attributes:
-        names: spellings of a key (an export writes the first) -> (field of `model.moe`, default). A file must have the key if
-            both this default and the field's own are missing.
-        fixed: `model.moe` fields that the family fixes.
-        has_bias: whether expert selection has a bias.
+        names: spellings of a key (an export writes the first) -> (field of `model.moe`, default). A file must have the key if this
+            default is None and the field is required.
+        fixed: `model.moe` fields that have one value in the family.
+        has_bias: whether a bias is added to scores when experts are chosen.
         has_shared: whether there are shared experts.
-        method: key that says whether groups apply, its value if they do not (the default), and its value if they do; "" if they
-            always do.
-        first: key for the number of leading dense layers, and its default. A key "" does not exist.
-        step: key for p, and its default: every p-th layer has experts. A key "" does not exist.
-        listed: key for a list of dense layers; "" if there is none.
+        method: (key, its value without expert groups, its value with them); an absent key has the first value. Empty: the family
+            has no such key, and groups always apply.
+        first: (key for the number of leading dense layers, default number). If the key is "", files have no such key.
+        step: (key for p, default p): every p-th layer has experts. If the key is "", files have no such key.
+        listed: key for a list of dense layers; "": the family has no such key.
         in_training: keys that only transformers' training loss reads.
     """
 
@@ -189,7 +190,7 @@ class ExpertKeys:
 
     @property
     def keys(self) -> set[str]:
-        """All keys for layers with experts."""
+        """All of the keys that the attributes name."""
         others = {self.first[0], self.step[0], self.listed, *self.method[:1]} - {""}
         return {key for names in self.names for key in names} | others | self.in_training
 
@@ -201,24 +202,24 @@ class Family:
     Attributes:
         architecture: transformers class for a language model in this family.
         naming: tensor names.
-        names: their key -> our field, same value.
-        fixed: our fields that the family fixes and the file omits.
+        names: their key -> our field that has the same value.
+        fixed: our fields that have one value in the family, and no key in the file.
         defaults: values for keys that a file may leave out; other keys in `names` are required.
         activation_key: their key for the activation.
         is_gated: whether the MLP is gated, with any activation.
-        rope: RoPE keys; None if no layer rotates.
-        layers: keys that make layers differ.
+        rope: keys for RoPE; None: no layer rotates.
+        layers: keys for windows, and for layers without RoPE.
         scale: key for the attention logit scale; None means 1 / sqrt(head_dim).
         computed: our field -> (source field, function that computes the value from it).
-        off: values that this family's keys must have, and why.
+        off: key -> (allowed values, why no other is allowed).
         embedding_dropout: default for `embd_pdrop`, which must equal the branches' dropout; None if the family has no such key.
         heads_divide_hidden: whether hidden_size must be a multiple of the number of heads, regardless of head_dim.
-        latents: key -> (field of `model.mla`, default), for latent attention; empty if the family has none.
+        latents: key -> (field of `model.mla`, default), for latent attention; empty: the family has ordinary attention.
         derived: keys whose value follows from our `model`.
         unused: keys that nothing reads in the models supported here.
         experts: keys for layers with experts; None if there are none.
-        further: spellings of the number of multi-token prediction layers. They map to `model.mtp` if `naming` has such layers;
-            otherwise an import leaves those layers out.
+        further: spellings of the key for the number of multi-token prediction layers. If `naming` has such layers, this number
+            becomes `model.mtp.num_layers`; otherwise an import leaves the layers out.
     """
 
     architecture: str
@@ -243,13 +244,13 @@ class Family:
 
     @property
     def activations(self) -> dict[str, str]:
-        """Their activation -> ours."""
+        """Map their activation names to ours."""
         kinds = [kind for kind in ACTIVATIONS.values() if kind.is_gated == self.is_gated]
         return {theirs: kind.name for kind in kinds for theirs in kind.hugging_face}
 
     @property
     def keys(self) -> set[str]:
-        """Config.json keys that describe the model."""
+        """All config.json keys that are known for this family and describe the model."""
         keys = {*self.names, *self.off, *self.latents, *self.derived, self.activation_key}
         keys |= self.layers.keys | self.unused | set(self.further)
         keys |= set() if self.experts is None else self.experts.keys

@@ -47,7 +47,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Existing or planned tensor: name, shape, and dtype as safetensors spells it (`BF16`)."""
+    """A tensor in a file, or one to be written: its name, shape, and dtype as safetensors spells it (`BF16`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,10 +59,10 @@ class TensorPlan:
 
 
 class WeightFiles:
-    """Safetensors in a folder, as one mapping by name. Tensors are mapped from disk when read.
+    """The safetensors files in a folder, as one mapping by name. Opening reads only the files' headers; `read` maps from disk.
 
     Attributes:
-        tensors: tensors by name, read from the headers only.
+        tensors: shape and dtype of each tensor, by its name.
 
     Raises:
         CheckpointError: the folder has no safetensors (pickles are never opened), or a file is missing or damaged.
@@ -113,7 +113,9 @@ def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write a stream of tensors to files with at most `shard_bytes` each (a larger tensor gets its own); return the files.
+    """Write a stream of tensors to files, and return the files' paths.
+
+    A file holds at most `shard_bytes`; a larger tensor gets a file of its own.
 
     Args:
         folder: existing folder without weights.
@@ -141,7 +143,7 @@ def write_weights(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file and flush it to disk."""
+    """Write a new, small text file and flush it to disk."""
     with path.open("x", encoding="utf-8") as handle:
         handle.write(text)
         handle.flush()
@@ -149,7 +151,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a small binary file, creating its folder if needed, and flush it to disk."""
+    """Write a new, small binary file, creating its folder if needed, and flush it to disk."""
     path.parent.mkdir(exist_ok=True)
     with path.open("xb") as handle:
         handle.write(content)
@@ -190,7 +192,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """Read the index: tensor name -> file. Empty for a single file without an index."""
+    """Read the index, and return tensor name -> file name; empty if the folder has a single file, without an index."""
     if (folder / SINGLE).is_file():
         return {}
     index = folder / INDEX

@@ -3,6 +3,8 @@
     name                [out, in]  F8_E4M3
     name_scale_inv      [out / 128, in / 128]  F32, each dim rounded up      w[i, j] = fp8[i, j] x scale_inv[i / 128, j / 128]
 
+Here a block has 128 x 128 elements; i / 128 and j / 128 are rounded down.
+
 Source: 2412.19437, section 3.3.2, and `weight_dequant` in DeepSeek-V3's inference/kernel.py. Products are computed in fp32 and
 rounded to bf16 once.
 """
@@ -22,12 +24,12 @@ SCALE = "_scale_inv"
 
 
 class Fp8Files:
-    """Weight files whose FP8 tensors appear as bf16. They are expanded when read.
+    """Weight files whose FP8 tensors appear as bf16; `read` expands them. `block`: rows and columns that share a scale.
 
     Attributes:
         folder: folder with the files.
-        tensors: tensors by name, without the scales.
-        notes: notes for the reader.
+        tensors: shape and dtype of each tensor as `read` returns it, by its name; scales are left out.
+        notes: how many tensors were expanded, as text for the user.
 
     Raises:
         CheckpointError: a weight's scales are missing or have the wrong shape.
@@ -54,7 +56,7 @@ class Fp8Files:
         )
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor to the CPU, in its plan's dtype."""
+        """Read one tensor to the CPU, in the dtype that `tensors` states."""
         values = self._files.read(name)
         if name not in self._scales:
             return values

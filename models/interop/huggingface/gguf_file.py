@@ -28,9 +28,9 @@ class Architecture:
     """GGUF architecture that maps to a supported family.
 
     Attributes:
-        family: `model_type` with its keys and names.
-        turns_neighbours: whether query and key rows are ordered so that RoPE turns the pair (2 i, 2 i + 1) in a head, not (i, i
-            + d / 2).
+        family: the family's `model_type`.
+        turns_neighbours: whether the file orders a head's query and key rows so that RoPE turns the pairs (2 i, 2 i + 1), instead
+            of (i, i + d / 2) for head size d.
     """
 
     family: str
@@ -73,13 +73,13 @@ _AS_STORED = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 class GgufFile:
-    """Tensors in a GGUF file under their family's names. They are mapped from disk when read.
+    """The tensors in a GGUF file under their family's names; `read` maps them from disk.
 
     Attributes:
-        folder: path of the file.
-        keys: config.json keys.
-        tensors: tensors by name; one that the family lacks keeps its name in the file.
-        notes: notes for the reader.
+        folder: path of the file (named as in `WeightFiles`).
+        keys: the equivalent config.json keys.
+        tensors: shape and dtype of each tensor as `read` returns it, by name; a tensor that the family lacks keeps its GGUF name.
+        notes: which quantizations were expanded, as text for the user.
 
     Raises:
         CheckpointError: the gguf package is missing, or the file is damaged.
@@ -119,7 +119,7 @@ class GgufFile:
         self.notes = (f"tensors are quantized ({listed}) and were expanded to fp32",) if kinds else ()
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor to the CPU, in its plan's dtype.
+        """Read one tensor to the CPU, in the dtype that `tensors` states.
 
         Raises:
             CheckpointError: the gguf package cannot expand this quantization.
@@ -202,5 +202,5 @@ class GgufFile:
 
 
 def _plain(value: Any) -> Any:
-    """Undo fp32 rounding: the shortest decimal that gives the same fp32 number."""
+    """Replace a float that was stored as fp32 by the shortest decimal with the same fp32 value: 1e-6, not 9.99999997e-07."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

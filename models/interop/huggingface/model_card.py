@@ -1,6 +1,6 @@
 """README.md for an exported folder: a model card built from the checkpoint's and the run's records.
 
-A card has no license and no author, since they are not recorded, and no local paths.
+The card names no license and no author, since no record has them. It contains no local paths.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,14 +28,14 @@ tags:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Last losses of a run up to a checkpoint: (step, nats per token), or None if unknown."""
+    """The last training loss and validation loss before a checkpoint, as (step, nats per token); None: unknown."""
 
     train: tuple[int, float] | None = None
     valid: tuple[int, float] | None = None
 
 
 def read_losses(candidate: Candidate) -> Losses:
-    """Read a checkpoint's losses from metrics.jsonl in its run directory."""
+    """Read the run's last losses up to the checkpoint's step, from metrics.jsonl in the run directory."""
     manifest = candidate.manifest
     runs_dir = manifest.config.get("runtime", {}).get("runs_dir", "runs")
     places = (candidate.folder.parent.parent, Path(runs_dir) / manifest.run)
@@ -64,11 +64,11 @@ def model_card(
     Args:
         candidate: exported checkpoint.
         model: model config, for the sizes.
-        name: folder name.
+        name: name of the exported folder, as the card's title.
         keys: content of the exported config.json.
-        weights: exported weights: `model` or `ema`.
-        losses: losses from the run.
-        commit: commit of the exporting program.
+        weights: kind of the exported weights; `ema` is their moving average.
+        losses: last losses of the run.
+        commit: commit of the Triaxis program that exports.
         reads_text: whether the folder has a tokenizer.
     """
     rows = [*_model(candidate, model, keys, weights), *_training(candidate, losses), *_program(candidate, commit)]

@@ -1,6 +1,6 @@
 """Tensor names in Hugging Face models, by family.
 
-Each row lists our tensors and the equal parts that are theirs (`family.py`). Sources: `families.py`.
+Each row has names of our tensors, and their names for the same numbers (`Table` in `family.py`). `families.py` lists the sources.
 """
 
 import re
@@ -31,7 +31,7 @@ NORMS_BOTH: Table = (
 
 
 def llama_naming(norms: Table = _LLAMA_NORMS, qkv: Table = _LLAMA_QKV, gate_up: Table = _LLAMA_GATE_UP) -> Naming:
-    """Build names for a Llama-like family, with these rows in place of Llama's."""
+    """Build the naming of a Llama-like family; each argument replaces Llama's own rows."""
     return Naming(
         first=((("embedding.word.weight",), ("model.embed_tokens.weight",)),),
         layer=(
@@ -68,7 +68,14 @@ _DEEPSEEK_QKV: Table = (
 
 
 def with_experts(naming: Naming, block: str = "mlp", parts: Names = ("gate_proj", "up_proj", "down_proj")) -> Naming:
-    """Add expert names: one tensor per expert in files, one tensor for all experts in transformers 5 modules (`fused`)."""
+    """Add the names of experts and routers to a naming.
+
+    The result describes files with one tensor per expert; its `fused`, files with one tensor for all experts (transformers 5).
+
+    Args:
+        block: name of the layer's module that holds the experts.
+        parts: names of an expert's gate, up and down projections.
+    """
 
     def router(block: str) -> Table:
         return (
@@ -115,7 +122,7 @@ DEEPSEEK_V3_NAMING = with_experts(
 
 
 def _with_biases(*rows: tuple[Names, Names]) -> Table:
-    """Follow each row of weights with the row for its biases."""
+    """Insert, after each row of weights, the row for the biases of the same layers."""
 
     def bias(names: Names) -> Names:
         return tuple(name.replace(".weight", ".bias") for name in names)

@@ -3,7 +3,8 @@
     imported/qwen3/hugging_face.json    {"special_ids": {"bos_token_id": 1, "eos_token_id": [2, 7]}, "generation_config": "{..}",
                                          "ignored": {"strange_key": 3}, "tokenizer_sha256": "ab12.."}
 
-The record lies next to the tokenizer that its ids belong to. Exporting the import, or a run started from it, restores all of it.
+The record lies next to the tokenizer to which its token ids belong. Exporting the imported checkpoint, or a run that started from
+it, restores all that the record holds.
 """
 
 import json
@@ -30,7 +31,7 @@ class ImportRecord:
     """Facts about an import that an export restores.
 
     Attributes:
-        special_ids: config.json's values for those `SPECIAL_IDS` it had.
+        special_ids: values of those SPECIAL_IDS keys that config.json had.
         generation_config: text of generation_config.json; None if there was none.
         ignored: config.json keys that `--ignore` let through, with their values.
         tokenizer_sha256: hash of the tokenizer.json, or else tokenizer.model, that these ids belong to; None if the folder had
@@ -43,12 +44,12 @@ class ImportRecord:
     tokenizer_sha256: str | None = None
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether this token may end a text; true if config.json named no end."""
+        """Whether this token ends a text; true for any token if config.json has no `eos_token_id`."""
         end = self.special_ids.get("eos_token_id")
         return end is None or token_id in (end if isinstance(end, list) else [end])
 
     def to_text(self) -> str:
-        """Serialize the record."""
+        """Serialize the record as JSON."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
@@ -84,17 +85,18 @@ def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any])
 
 
 def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str | None) -> ImportRecord | None:
-    """Find the record of the Hugging Face model a checkpoint came from, if the exported tokenizer is the one it was imported with.
+    """Find the import record of a checkpoint that came from a Hugging Face model.
 
-    The record is next to the imported checkpoint, which is part of a run's lineage, and next to its tokenizer.
+    The record is next to the imported checkpoint, which the run's lineage names, or next to the imported tokenizer. The result is
+    None if there is no record, or if the exported tokenizer is not the imported one.
 
     Args:
         candidate: checkpoint to export.
-        file: exported tokenizer's file; None if there is none.
-        tokenizer: exported tokenizer's name; None if none is exported, in which case the hash is not compared.
+        file: file of the exported tokenizer; None if there is none.
+        tokenizer: name of the exported tokenizer. None: none is exported, so its hash is not compared with the record's.
 
     Raises:
-        CheckpointError: the record is damaged.
+        CheckpointError: the record cannot be read, or is damaged.
     """
     folders = [candidate.folder, *(Path(ancestor.path) for ancestor in reversed(candidate.manifest.lineage))]
     places = [folder.parent / RECORD for folder in folders]
@@ -107,7 +109,7 @@ def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str
 
 
 def generation_config(ids: Mapping[str, Any], record: ImportRecord | None) -> str:
-    """Content of generation_config.json: the import's own, or the token ids that generation needs.
+    """Build the text of generation_config.json: the imported file's, or else the token ids that generation needs.
 
     Args:
         ids: exported tokenizer's ids, such as `eos_token_id`.
@@ -124,7 +126,7 @@ def read_record(path: Path) -> ImportRecord:
     """Read an import record.
 
     Raises:
-        CheckpointError: the record is damaged.
+        CheckpointError: the file is missing, unreadable or no such record.
     """
     try:
         made = ImportRecord(**parse_json(path.read_bytes()))

@@ -1,15 +1,19 @@
 """Tokenizer files in a Hugging Face folder: reading a folder's own, and writing those for an export.
 
-    a transformers folder       its own files; what transformers needs and lacks is added to tokenizer_config.json
-    another tokenizer.json      with a new tokenizer_config.json
-    bytes                       as a tokenizer.json, so that transformers can feed text to a model trained on bytes
-    a sentencepiece .model      copied: transformers converts it
-    tiktoken ranks              no file: transformers cannot read them
+The tokenizer of the training data (left) decides which files an export writes (right):
+
+    a transformers folder       its own files; settings that transformers needs are added to tokenizer_config.json if missing
+    another tokenizer.json      that file, with a new tokenizer_config.json
+    bytes                       a new tokenizer.json, with which transformers can feed text to a model trained on bytes
+    a sentencepiece .model      that file: transformers converts it
+    tiktoken ranks              none: transformers cannot read them
+
+The tokenizer.json for bytes encodes a text like this:
 
 text  --UTF-8-->  bytes  --GPT-2's letters for bytes-->  "Ġ" for 32, ..  --a vocabulary without merges-->  ids 0 .. 255
 
-The `tokenizers` library works on letters, so GPT-2 assigned one to each byte. A printable byte keeps its own; every other byte gets
-the next letter from U+0100 on. Here byte b's letter has the id b, and 256 ends a document.
+The `tokenizers` library works on letters, so GPT-2 assigned a letter to each byte: a printable byte keeps its own letter, and every
+other byte gets the next letter from U+0100 on. In this file, byte b's letter has the id b, and the id 256 ends a document.
 """
 
 import json
@@ -56,7 +60,7 @@ ROLES = ("bos", "eos", "pad")
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Read the tokenizer files in a transformers folder: content by path relative to the folder."""
+    """Read the tokenizer files in a transformers folder; return their contents by path relative to the folder."""
     found = sorted(path for pattern in FILES for path in folder.glob(pattern) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
@@ -66,7 +70,8 @@ def tokenizer_of(
 ) -> tuple[str | None, Tokenizer | None, list[str]]:
     """Choose the tokenizer to export.
 
-    The result is its name, the tokenizer with the end-of-document token used in training, and notes.
+    Returns its name, the tokenizer with the end-of-document token used in training, and notes for the user. The first two are None
+    if no tokenizer is exported; a note says why.
 
     Args:
         candidate: checkpoint to export.
@@ -107,16 +112,17 @@ def tokenizer_of(
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Locate the file that `load_tokenizer` opens; None for bytes."""
+    """Locate the file that `load_tokenizer(name)` opens; None for the tokenizer of bytes, which has no file."""
     path, _ = split_name(name)
     files = (path / file for file in (TOKENIZER_JSON, SENTENCEPIECE))
     return None if name == BYTES else next((file for file in files if file.is_file()), path)
 
 
 def name_in_folder(files: Mapping[str, bytes]) -> str:
-    """Path that names a folder's tokenizer, relative to the folder; tokenizer.json if it has none.
+    """Return the path, relative to a folder with these files, by which `load_tokenizer` finds its tokenizer.
 
-    The path is the folder itself if it holds more than tokenizer.json states, such as the token that ends a text.
+    The path is "." if there is also a tokenizer_config.json, which states more, such as the token that ends a text. Otherwise it is
+    the tokenizer's file, or tokenizer.json if the folder has no tokenizer.
     """
     own = next((name for name in (TOKENIZER_JSON, SENTENCEPIECE) if name in files), None)
     return "." if own is not None and CONFIG in files else own or TOKENIZER_JSON
@@ -127,9 +133,9 @@ class ExportedTokenizer:
     """Tokenizer of an export.
 
     Attributes:
-        files: content by path in the exported folder; empty if it has no tokenizer.
-        ids: ids for those ROLES that have a token, such as `eos_token_id`.
-        notes: notes for the reader.
+        files: file contents by path in the exported folder; empty if the export has no tokenizer.
+        ids: token ids by key, such as `eos_token_id`, for those ROLES that have a token.
+        notes: what the user should know.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -138,7 +144,7 @@ class ExportedTokenizer:
 
     @property
     def ids_of_model(self) -> dict[str, int | None]:
-        """Token ids for config.json. The padding token is left out: transformers never trains the embedding of one named there."""
+        """Ids for config.json. `pad_token_id` is null: transformers would never train the embedding of a token given there."""
         return {key: self.ids.get(key) for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": None}
 
 
@@ -149,7 +155,8 @@ def export_tokenizer(name: str, tokenizer: Tokenizer, *, max_length: int, is_imp
         name: tokenizer name, as for `load_tokenizer`.
         tokenizer: loaded tokenizer; its `eod_id` ended documents in training.
         max_length: longest text in tokens, if the tokenizer does not give one.
-        is_import: the tokenizer was imported with the weights, so its files are exported unchanged.
+        is_import: whether the tokenizer was imported with the weights. If so, and if it has a tokenizer_config.json, its files are
+            exported unchanged.
 
     Raises:
         DataError: tokenizer_config.json or special_tokens_map.json is not a JSON mapping.
@@ -203,7 +210,10 @@ def _wanted(named: Mapping[str, str | None], tokenizer: JsonTokenizer, unknown: 
 
 
 def _completed(files: Mapping[str, bytes], tokens: Mapping[str, str], max_length: int) -> dict[str, bytes]:
-    """Set these tokens in their roles, and make sure tokenizer_config.json has a class and a length."""
+    """Write `tokens`, by key such as `eos_token`, into the tokenizer's config files.
+
+    If tokenizer_config.json has no tokenizer class or maximum length, add them.
+    """
     # If no class is given, transformers rebuilds the tokenizer by the family's own rules instead of reading the file.
     default = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     there = {name: parse_json(files[name]) for name in (CONFIG, SPECIAL_TOKENS) if name in files}

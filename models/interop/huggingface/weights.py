@@ -1,20 +1,22 @@
 """Convert weights between Hugging Face models' names and layouts and ours.
 
+These lines name the same tensors, with their shapes, here and in two families:
+
     ours  layers.3.attention.q.weight  [heads, d, h]   kv.weight [2, kv_heads, d, h]   proj.weight [h, heads, d]
     Llama model.layers.3.self_attn.{q,k,v}_proj.weight  [out, in]                      o_proj.weight [h, heads d]
     GPT-2 transformer.h.3.attn.c_attn.weight            [in, q out + k out + v out]    c_proj.weight [heads d, h]
 
-Each of our tensors is an [out, in] matrix or a vector, viewed with more dims. An exchange joins some of ours along `out` and splits
-the result into equal parts, which are theirs. GPT-2 stores matrices as [in, out]. The tables (`families.py`) set the order: gate
-before up, keys before values.
+Each of our tensors is an [out, in] matrix or a vector, viewed with more dims. An `Exchange` concatenates some of our tensors along
+`out` and splits the result into equal parts, which are their tensors. GPT-2 stores matrices as [in, out]. The tables (`namings.py`)
+set the order: gate before up, keys before values.
 
-RoPE turns the pair (i, i + d/2) in a head on both sides, except in DeepSeek. Its heads are [others | pairs (2 i, 2 i + 1)], ours
-[first halves | second halves | others].
+RoPE turns the pair (i, i + d/2) in a head of size d, here and in all families but DeepSeek's. The rows of DeepSeek's heads are
+[not rotated | pairs (2 i, 2 i + 1)]; ours are [first rows of all pairs | second rows of all pairs | not rotated].
 
-Experts are [E, ..] here. Most files store each expert separately, in the order of an exchange's names; others store one [E,
-out, in].
+Our expert tensors are [E, ..] for E experts. Most files store each expert separately, in the order of an exchange's names; others
+store one tensor [E, out, in].
 
-Memory: one exchange at a time, here and in the file readers and writers (`files.py`); when importing experts, one expert at a time.
+Only one exchange is in memory at a time, here and in the file readers and writers (`files.py`); an import holds only one expert.
 """
 
 import math
@@ -65,9 +67,9 @@ class Exchange:
     Attributes:
         ours: our specs, joined along their output dim in this order.
         theirs: names of the equal parts into which the join is split.
-        transposed: whether theirs are [in, out].
-        num_heads: number of heads if their rows are [heads, parts, d]; 0 if the parts follow one another, as ours do.
-        num_experts: number of experts if ours is one expert tensor; 0 if not. Theirs are then either an equal number of tensors
+        transposed: whether their matrices are [in, out].
+        num_heads: number of heads if their rows are [heads, parts, d]; 0 if all rows of a part come before the next part, as here.
+        num_experts: number of experts E if `ours` is one expert tensor; otherwise 0. Their tensors are then either the same number
             for each expert, expert by expert, or one tensor [E, out, in].
         row_order: row i in each group of ours is row `row_order[i]` in that group of theirs, where a group has `len(row_order)`
             rows; empty if the order is the same.
@@ -86,7 +88,7 @@ class Exchange:
         return 0 < self.num_experts <= len(self.theirs)
 
     def by_expert(self) -> Iterator[tuple[int, Names]]:
-        """Yield each expert's number and its tensors' names; nothing if their tensors hold all experts."""
+        """Yield each expert's index and the names of its tensors; nothing if each of their tensors holds all experts."""
         count = len(self.theirs) // self.num_experts if self.num_experts else 0
         for expert in range(self.num_experts if self.is_by_expert else 0):
             yield expert, self.theirs[expert * count : (expert + 1) * count]
@@ -104,7 +106,7 @@ class Exchange:
         return [self._transpose(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Convert their tensors to ours."""
+        """Convert their tensors, in the order of `theirs`, to ours in the order of `ours`."""
         parts = [self._transpose(tensor if tensor.ndim < 3 else tensor.flatten(0, 1)) for tensor in tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
@@ -115,14 +117,14 @@ class Exchange:
         return [part.reshape(spec.shape) for spec, part in zip(self.ours, cut, strict=True)]
 
     def plans(self, dtype: torch.dtype) -> list[TensorPlan]:
-        """Names and shapes of their tensors, derived from a conversion on the meta device."""
+        """List the names and shapes of their tensors, with weights in `dtype`; a conversion on the meta device gives the shapes."""
         nothing = [torch.empty(spec.shape, device="meta") for spec in self.ours]
         shapes = [tuple(tensor.shape) for tensor in self.to_theirs(nothing)]
         return [TensorPlan(name, shape, format_name(dtype)) for name, shape in zip(self.theirs, shapes, strict=True)]
 
     @property
     def _rows_of_a_part(self) -> int:
-        """Number of rows for all query heads; keys and values have as many."""
+        """Number of rows in one part if `num_heads` is set: in the queries of all heads, and equally in the keys and the values."""
         return _matrix_shape(self.ours[0])[0]
 
     def _transpose(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +134,7 @@ class Exchange:
 def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> list[Exchange]:
     """List exchanges that cover all model tensors, in forward order.
 
-    `naming` is the family's own or its `fused`; None selects its own, which the family's files use.
+    `naming` is the family's naming or that naming's `fused`; None: the family's naming, which most files use.
     """
     naming = naming or FAMILIES[family].naming
     specs = {spec.name: spec for spec in model_specs(model)}
@@ -173,7 +175,7 @@ def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> 
 
 
 def copies(family: str, model: ModelConfig) -> Iterator[Exchange]:
-    """Yield the duplicates of model tensors that files keep in each multi-token prediction layer; an import does not need them."""
+    """Yield exchanges for the copies of model tensors that files keep in each multi-token prediction layer; imports skip them."""
     naming, specs = FAMILIES[family].naming, {spec.name: spec for spec in model_specs(model)}
     for number in range(model.num_layers, model.num_layers + model.num_mtp_layers):
         for (ours,), (theirs,) in naming.copies:
@@ -183,15 +185,16 @@ def copies(family: str, model: ModelConfig) -> Iterator[Exchange]:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """Checked folder: its config is supported, and its tensors match that config.
+    """An opened folder whose config is supported and whose tensors match the config.
 
     Attributes:
-        sections: config sections: `model`, and any others the model needs.
-        exchanges: exchanges for the tensors as stored.
-        files: weight files, with the names used there.
-        spelling: function from a family's tensor name to the name in the files.
-        is_part: whether the files hold a multi-part model, of which this is the language model.
-        record: facts that an export restores.
+        sections: config sections: `model`, and others if the model needs them.
+        exchanges: exchanges that cover the model's tensors in the files.
+        files: the weight files.
+        spelling: function from a family's tensor name to the tensor's name in the files.
+        is_part: whether the files hold a model of several parts, of which the language model is imported.
+        notes: what the user should know.
+        record: facts that a later export restores.
     """
 
     family: str
@@ -207,7 +210,7 @@ class HuggingFaceModel:
     def shards(
         self, dtype: torch.dtype | None = None, on_tensor: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Shard]:
-        """Yield our tensors in `dtype` (None: the file's), with one exchange in memory at a time.
+        """Yield our tensors in `dtype` (None: the file's dtype), with one exchange in memory at a time.
 
         `on_tensor` receives the number of bytes read from the files.
 
@@ -231,7 +234,7 @@ class HuggingFaceModel:
             on_tensor(sum(tensor.nbytes for tensor in theirs))
 
     def _read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Read tensors from the files by their family names."""
+        """Read tensors by the family's names for them, and check that they are finite."""
         theirs = []
         for name in map(self.spelling, names):
             theirs.append(self.files.read(name))
@@ -254,7 +257,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
         ignore: unknown config.json keys to accept.
 
     Raises:
-        ConfigError: the family or some features are not supported; it names them.
+        ConfigError: the family or some features are not supported; the error names them.
         CheckpointError: the weights are pickles; or files are missing, damaged, or belong to another model.
     """
     if (ggufs := sorted(folder.glob("*.gguf"))) and not any(folder.glob("*.safetensors")):
@@ -313,10 +316,13 @@ def _files(folder: Path, keys: Mapping[str, Any]) -> WeightFiles | Fp8Files:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Checkpoint as their tensors, in writing order.
+    """A planned export of a checkpoint to a Hugging Face folder.
 
     Attributes:
-        dtype: word embedding's dtype as torch spells it, for config.json.
+        candidate: checkpoint to export.
+        exchanges: exchanges in the order in which they are written.
+        plans: name, shape and dtype of each tensor to write, in that order.
+        dtype: dtype of the first tensor, the word embedding, as torch spells it, for config.json.
     """
 
     candidate: Candidate
@@ -327,7 +333,10 @@ class Export:
     def tensors(
         self, on_tensor: Callable[[int], None] = lambda num_bytes: None, which: WhichWeights = "trained"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and values, one exchange in memory at a time; `on_tensor` receives the bytes read from the checkpoint."""
+        """Yield their tensors' names and values, with one exchange in memory at a time.
+
+        `on_tensor` receives the number of bytes read from the checkpoint.
+        """
         for exchange in self.exchanges:
             ours = [read_weights(self.candidate, spec.name, which) for spec in exchange.ours]
             yield from zip(exchange.theirs, exchange.to_theirs(ours), strict=True)
@@ -366,12 +375,15 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
 
 
 def _kept(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
-    """Dtype for a tensor when weights get `dtype`: the expert-choice bias stays at least fp32, because it moves in small steps."""
+    """Choose a tensor's dtype if weights are converted to `dtype`.
+
+    The bias for choosing experts stays at least fp32, because its updates are small steps.
+    """
     return dtype if spec.is_trained else accumulation_dtype(dtype)
 
 
 def _row_order(spec: ParamSpec, model: ModelConfig) -> tuple[int, ...]:
-    """Order of a head's rows in a file that stores RoPE pairs as neighbours, after all other rows."""
+    """Compute `Exchange.row_order` for a file in which RoPE pairs are neighbouring rows at the end of each head."""
     assert model.mla is not None
     pairs = range(0, model.mla.qk_rope_head_dim, 2)
     is_key = len(spec.shape) == 2
@@ -382,7 +394,7 @@ def _row_order(spec: ParamSpec, model: ModelConfig) -> tuple[int, ...]:
 
 
 def _reordered(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Reorder rows within groups: row i is the group's given row `order[i]`."""
+    """Reorder rows within groups of `len(order)` rows: row i of the result's group is row `order[i]` of the given group."""
     return tensor.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
 
 
@@ -392,7 +404,7 @@ def _swapped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
 
 
 def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """[out, in] for a weight, [out] for a bias or norm."""
+    """Compute the shape of our tensor without head and part dims: [out, in] for a weight, [out] for a bias or norm."""
     if spec.name.endswith((".bias", "norm.weight")) or len(spec.shape) == 1:
         return (spec.numel,)
     # The output projection reads heads; every other weight with more than two dims writes them.
@@ -401,10 +413,10 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
 
 
 def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
-    """Find how the files spell the family's names, using the word embedding's name.
+    """Find the function from the family's tensor names to the files' names: the one that gives a name of the word embedding there.
 
-    A model saved without its head lacks a prefix. The language model in a multi-part model has one more prefix (before
-    transformers 5, in front of the whole name).
+    Names lack a prefix if the model was saved without its head. They have one more prefix for the language model in a model of
+    several parts; before transformers 5, it is at the start of the whole name.
     """
     base = naming.base_prefix
     embedding = naming.first[0][1][0]
@@ -419,7 +431,7 @@ def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
 
 
 def _naming(files: Files, naming: Naming) -> Naming:
-    """Choose the names the files use: `fused` if a tensor with all experts is present."""
+    """Choose the naming that the files follow: `naming.fused` if they have a tensor with all experts, else `naming`."""
     stacked = () if naming.fused is None else tuple(name for _, names in naming.fused.experts for name in names)
     is_fused = bool(stacked) and any(name.endswith(stacked) for name in files.tensors)
     return naming.fused if is_fused and naming.fused is not None else naming
@@ -433,14 +445,14 @@ def _notes(model: ModelConfig, rows: int, files: Files, family: Family) -> Itera
 
 
 def _place_behind(name: str, model: ModelConfig, family: Family) -> int | None:
-    """Index of a tensor's layer among those past the model's last layer, from 0; None if it is not in one."""
+    """Index of a tensor's layer among the layers that follow the model's last one, from 0; None if it is in none of these."""
     prefix = re.escape(family.naming.layer_prefix.removeprefix(family.naming.base_prefix)).replace(r"\{\}", r"(\d+)")
     match = re.search(rf"(?:^|\.){prefix}", name) if family.further else None
     return None if match is None or int(match[1]) < model.num_layers else int(match[1]) - model.num_layers
 
 
 def _is_left_out(name: str, model: ModelConfig, family: Family) -> bool:
-    """Whether a tensor belongs to a layer past the model's last one."""
+    """Whether a tensor is in a layer after all of the model's layers, those for multi-token prediction included."""
     place = _place_behind(name, model, family)
     return place is not None and place >= model.num_mtp_layers
 

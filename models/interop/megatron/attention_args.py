@@ -1,5 +1,7 @@
 """Map Megatron-LM's position, window and layer-kind arguments to our attention fields, and back.
 
+Their arguments are on the left, our `model` fields on the right:
+
     rotary_percent                                 <->  rotary_share
     rotary_seq_len_interpolation_factor            <->  rope_scaling linear
     use_rope_scaling, rope_scaling_factor          <->  rope_scaling llama3 with Llama 3.1's lengths and bounds
@@ -20,7 +22,7 @@ from triaxis.engine.errors import shown
 Args = Mapping[str, Any]
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants in `RotaryEmbedding._apply_scaling`; only the factor is an argument."""
+"""Constants of Llama 3's RoPE scaling in Megatron-Core's `RotaryEmbedding._apply_scaling`; only the factor is an argument."""
 
 LISTS_BY_LAYER = ("window_attn_skip_freq", "no_rope_freq")
 """Arguments with one flag per layer."""
@@ -85,7 +87,10 @@ def _read_rope(args: Args, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _read_window(args: Args) -> tuple[int | None, list[str]]:
-    """Number of keys a query sees (None means no window, which Megatron-LM writes as (-1, 0)), and problems."""
+    """Read the window: return the number of keys that a query sees, or None if there is no window, and problems.
+
+    Megatron-LM writes "no window" as None or (-1, 0).
+    """
     given = args.get("window_size")
     if given is None:
         return None, []
@@ -97,8 +102,9 @@ def _read_window(args: Args) -> tuple[int | None, list[str]]:
 def _each_layer(given: Any, num_layers: int, last: int) -> list[int] | None:
     """Expand a list or number to one flag per layer.
 
-    A list is taken as it is. A number n sets `last` on every n-th layer and the other value on the rest; if nothing is given, all
-    layers get the other value. The result is None if the list or number does not fit the layers.
+    A list is returned as it is. A number n gives every n-th layer the flag `last` (0 or 1), and all other layers 1 - `last`. None
+    or 0 gives every layer 1 - `last`. The result is None if a list has the wrong length, or if `last` is 1 and n does not divide
+    the number of layers.
     """
     if given is None or given == 0:
         return [1 - last] * num_layers
@@ -110,7 +116,7 @@ def _each_layer(given: Any, num_layers: int, last: int) -> list[int] | None:
 
 
 def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bool], still: list[bool]) -> None:
-    """Add windows and layers without RoPE to `model`: as plain fields if all layers are alike, otherwise as layer kinds."""
+    """Add windows and layers without RoPE (`still`) to `model`: as plain fields if all layers are alike, else as layer kinds."""
     kinds: dict[str, dict[str, Any]] = {}
     names = []
     for windowed, is_still in zip(has_window, still, strict=True):
@@ -125,7 +131,7 @@ def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bo
 
 
 def attention_differences(model: ModelConfig) -> Iterator[str]:
-    """List attention features that Megatron-LM's arguments cannot express."""
+    """Yield a sentence for each attention feature of the model that Megatron-LM's arguments cannot express."""
     kinds = model.kinds
     if model.mtp is not None and len({(kind.window, kind.rotary, kind.sinks) for kind in kinds}) > 1:
         yield "model.mtp with layers that differ: Megatron-LM's lists of windows and positions have no entry for mtp layers."

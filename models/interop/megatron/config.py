@@ -3,7 +3,7 @@
     {"num_layers": 32, "group_query_attention": True, "num_query_groups": 8, "swiglu": True, ..}      args in common.pt
       <->  model: {num_layers: 32, num_kv_heads: 8, activation: swiglu, ..}, optimizer: {..}, train: {..}
 
-An argument that switches on an unsupported feature is refused by name: a silently different model costs more than an error.
+An argument that switches on an unsupported feature is refused by name; without it, the model would silently be another one.
 Arguments that change only speed, layout or logging are ignored.
 
 Source: megatron/training/arguments.py and the TransformerConfig in Megatron-Core 0.16.
@@ -74,7 +74,7 @@ _OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {
 """Their `optimizer` -> our `optimizer.name`."""
 
 _LESS_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
-"""Argument names for norms whose weights are stored minus one: before Megatron-LM 0.16, and since."""
+"""Arguments, before Megatron-LM 0.16 and since then, for norms whose stored weight is the gain minus one."""
 
 _CHOICES = (
     "normalization",
@@ -105,7 +105,7 @@ _CHOICES = (
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 
 _ONE_MORE = {"rmsnorm": "rmsnorm_1p"}
-"""Norms whose weights `apply_layernorm_1p` stores minus one -> our norm with that convention."""
+"""Our norm -> our norm that stores the gain minus one, as `apply_layernorm_1p` does."""
 
 _MTP_WEIGHT = 0.1
 """Megatron-LM's default for `mtp_loss_scaling_factor`."""
@@ -130,7 +130,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "apply_residual_connection_post_layernorm": ((False, None), "residuals after the norm are not built"),
     "rotary_interleaved": ((False, None), "RoPE that pairs neighbours is not built: pairs are i and i + head_dim / 2"),
 }
-"""Arguments that must be absent or have one of these values, each with the reason."""
+"""Argument -> (allowed values, why no other is allowed). An argument may also be absent."""
 
 
 def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, Any]:
@@ -191,7 +191,10 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
 
 
 def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Convert the arguments to `train`, `optimizer` and `precision` sections; also return notes on what has no counterpart."""
+    """Convert the arguments to `train`, `optimizer` and `precision` sections.
+
+    Also return notes on arguments that have no equal counterpart in these sections.
+    """
     notes = []
     train, optimizer = (
         {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
@@ -283,7 +286,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def megatron_training_args(config: Config) -> dict[str, Any]:
-    """Convert the training sections to Megatron-LM's arguments, leaving out the model's."""
+    """Convert the sections `train`, `optimizer` and `precision` to Megatron-LM's arguments."""
     optimizer, dtype = config.optimizer, config.precision.dtype
     args = {theirs: getattr(config.train, ours) for theirs, ours in _TRAIN.items()}
     args |= {theirs: getattr(optimizer, ours) for theirs, ours in _OPTIMIZER.items()}
@@ -299,7 +302,12 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
 
 
 def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """List differences between the requested model and Megatron-LM's arguments that change what the weights mean."""
+    """List the differences between two models for which the same weights compute other outputs.
+
+    Args:
+        section: `model` section read from Megatron-LM's arguments.
+        model: model that the user's config asks for.
+    """
     theirs = ModelConfig.model_validate(section)
     free = {"seq_length", "vocab_size", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"}
     names = {
@@ -345,7 +353,7 @@ def _loss_scale_args(scaling: LossScaleConfig | None) -> dict[str, Any]:
 
 
 def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
-    """Add multi-token prediction layers to `model`, and yield problems."""
+    """Add `mtp` to `model` if the arguments ask for multi-token prediction layers; yield problems."""
     number, weight = args.get("mtp_num_layers"), args.get("mtp_loss_scaling_factor")
     if not number:
         return
@@ -388,6 +396,6 @@ def _activation(args: Args) -> str:
 
 
 def _tokens(args: Args) -> int | None:
-    """Tokenizer size, if the arguments give it. The null tokenizer adds one token for end of document."""
+    """Read the tokenizer's number of tokens; None if it is not given. The null tokenizer adds an end-of-document token."""
     vocab_size = args.get("vocab_size")
     return vocab_size + 1 if vocab_size and args.get("tokenizer_type") == "NullTokenizer" else vocab_size

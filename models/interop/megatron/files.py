@@ -38,7 +38,7 @@ _TRACKER_CHARACTERS = 64
 """Upper limit for the tracker file, which holds an iteration or the word `release`."""
 
 _LARGEST_METADATA = 4 * 2**30
-"""Size limit in bytes for `.metadata` and common.pt; a model with a trillion parameters has less than 1 GiB."""
+"""Size limit in bytes for `.metadata` and common.pt; those of a model with a trillion parameters are below 1 GiB."""
 
 _DCP = "torch.distributed.checkpoint"
 _METADATA_CLASSES: frozenset[Name] = frozenset(
@@ -88,7 +88,7 @@ _SAVE_AGAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Box of a tensor, and the byte range in the file that holds it."""
+    """A box of a tensor, and where it is stored: `length` bytes at `offset` in `file`."""
 
     box: Box
     file: str
@@ -98,7 +98,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Tensor in the checkpoint, with its chunks."""
+    """A tensor in the checkpoint: its shape, dtype and the chunks that it was stored in."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -107,12 +107,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class TorchDist:
-    """Open checkpoint: its tensors by key, and the content of common.pt.
+    """An open checkpoint.
 
     Attributes:
         folder: the iteration's folder, iter_0000100 or release.
-        objects: keys that are not tensors; never read.
-        common: content of common.pt; instances in it are `Inert`.
+        tensors: tensors by key.
+        objects: keys whose values are not tensors; they are never read.
+        common: content of common.pt; objects in it are replaced by `Inert` records.
     """
 
     folder: Path
@@ -174,10 +175,10 @@ class TorchDist:
 
 
 def find_iteration(path: Path) -> Path:
-    """Locate one iteration's folder: `path` itself, or the one its tracker file names.
+    """Locate one iteration's folder: the one that the tracker file in `path` names, or `path` itself if there is no tracker file.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: that folder does not exist, or the tracker file cannot be read.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder. Give the folder that Megatron's --save named.")
@@ -209,10 +210,10 @@ def is_megatron_checkpoint(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> TorchDist:
-    """Open a checkpoint. Only the two small metadata files are read.
+    """Open a checkpoint. Only metadata.json, `.metadata` and common.pt are read, and no tensors.
 
     Raises:
-        CheckpointError: the folder is not a checkpoint, has another format, is incomplete, or could run code.
+        CheckpointError: the folder is not a checkpoint, has another format, is incomplete, or has a pickle that could run code.
     """
     folder = find_iteration(path)
     _check_format(folder)
@@ -287,7 +288,10 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Stored], frozenset[str]]:
 
 
 def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Raise ValueError if a file's chunks reach past its end or add up to more bytes than it has. `read` reports missing files."""
+    """Raise ValueError if a file's chunks reach past its end or add up to more bytes than it has.
+
+    Missing files are skipped here; `TorchDist.read` reports them.
+    """
     together: dict[str, int] = {}
     for key, stored in tensors.items():
         for chunk in stored.chunks:
@@ -304,7 +308,7 @@ def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
 
 
 def _whole_numbers(values: Any, what: str) -> tuple[int, ...]:
-    """Convert to a tuple; raise ValueError for anything but integers that are at least 0."""
+    """Convert a list or tuple of integers >= 0 to a tuple; raise ValueError, with the name `what`, for all else."""
     if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{what} is {shown(values)}")
     return tuple(values)

@@ -1,7 +1,8 @@
 """Read pickles written by other programs without running them.
 
-A pickle is a program: it names functions and calls them. This reader only looks names up in an allow list. A listed class becomes
-an inert record of its arguments, and nothing is imported. Any other name stops the reading before a call.
+A pickle is a program: it names functions and calls them. This reader only looks each name up in an allow list, and imports nothing.
+Objects of a listed class become inert records of the constructor's arguments. Any name that is not listed stops the reading before
+a call.
 
     torch.distributed...MetadataIndex("x", ..)  ->  Inert: origin, arguments, state         on the list
     os.system("..")                             ->  CheckpointError that names os.system    not on the list
@@ -10,7 +11,7 @@ an inert record of its arguments, and nothing is imported. Any other name stops 
 
 Time and memory are bounded by the input's length:
 
-- An archive may not unpack to more bytes than it has.
+- An archive may not unpack to more bytes than the archive itself has.
 - A tensor may not have more elements than its storage.
 - A pickle may not number its objects beyond its own length.
 - Dict keys and set members are checked before they are hashed. A tuple that holds another tuple twice hashes it twice, so 60 nested
@@ -32,7 +33,7 @@ from triaxis.engine.errors import CheckpointError, shown
 from triaxis.engine.numerics.precision import DTYPES
 
 _VALUES_PER_BYTE = 16
-"""Key values that may be hashed per byte of pickle. Two bytes can name an earlier key again, and keys have few parts."""
+"""Number of key values that may be hashed per byte of a pickle. Two bytes can repeat an earlier key, but keys have few values."""
 
 Name = tuple[str, str]
 """(module, name) as written in a pickle."""
@@ -65,7 +66,7 @@ class Inert:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Ignore the arguments, which `__new__` stores; a pickle may call either."""
+        """Ignore the arguments: `__new__` already stored them, and runs whether a pickle calls it or the class."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -114,7 +115,7 @@ def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source:
 
 
 def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Refuse an archive whose entries claim more bytes than the archive has; torch.save never compresses."""
+    """Refuse an archive with compressed entries, which torch.save never writes, or whose entries claim more bytes than it has."""
     entries = archive.infolist()
     if packed := next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None):
         raise zipfile.BadZipFile(f"{shown(packed.filename)} in it is compressed, which torch.save never does")
@@ -154,7 +155,8 @@ class _Keys:
     """Budget for hashing one pickle's keys.
 
     Args:
-        num_bytes: length of the pickle. An unshared key has fewer values than bytes.
+        num_bytes: length of the pickle, to which the budget is proportional. A key that shares no parts with others always fits,
+            because each of its values takes at least a byte.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -185,7 +187,7 @@ _HASHED = {
     pickle.ADDITEMS: slice(None),
     pickle.FROZENSET: slice(None),
 }
-"""Opcode -> slice of the reader's stack that it hashes. The stack starts after the last mark."""
+"""Opcode -> slice of the reader's stack whose values the opcode hashes. The stack starts after the last MARK opcode."""
 
 
 def _checking(opcode: bytes, hashed: slice) -> Callable[[Any], None]:
@@ -235,7 +237,7 @@ class _Reader(pickle._Unpickler):
         return OrderedDict(items)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Map a name to its safe replacement; refuse an unknown name before the pickle can call it."""
+        """Return the safe replacement for a class or function that the pickle names; refuse any other before it can be called."""
         # A dotted name could reach through an allowed class into its module's imports.
         is_plain = "." not in name
         if is_plain and module == "torch" and name in _DTYPES:
@@ -277,7 +279,7 @@ class _Reader(pickle._Unpickler):
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Stand in for `_codecs.encode`, which old pickles use to write bytes."""
+    """Replacement for `_codecs.encode`, with which old pickles write bytes."""
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise pickle.UnpicklingError(f"the encoding {shown(encoding)}")
     return text.encode(encoding)
@@ -286,7 +288,7 @@ def _encode(text: str, encoding: str) -> bytes:
 def _rebuild_tensor(
     storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> torch.Tensor:
-    """Stand in for `torch._utils._rebuild_tensor_v2`."""
+    """Replacement for `torch._utils._rebuild_tensor_v2`; a tensor with more elements than its storage is refused."""
     if math.prod(size) > storage.numel():  # a stride of 0 turns one element into any number
         raise pickle.UnpicklingError(
             f"a tensor of {shown(math.prod(size))} elements from {storage.numel():,} in its storage"
@@ -295,16 +297,16 @@ def _rebuild_tensor(
 
 
 def _layout(name: Any) -> str:
-    """Stand in for `torch.serialization._get_layout`: keep the layout's name."""
+    """Replacement for `torch.serialization._get_layout`: return the layout's name as it is."""
     if not isinstance(name, str):
         raise pickle.UnpicklingError(f"{shown(name)} where the name of a layout belongs")
     return name
 
 
 def _member(owner: Any, name: Any) -> Inert:
-    """Stand in for `getattr`, with which Python 3.11.0 to 3.11.3 pickle enum members: record the class and the name.
+    """Replacement for `getattr`, with which Python 3.11.0 to 3.11.3 pickle enum members: return a record of class and name.
 
-    Nothing is looked up, and only listed classes are accepted.
+    No attribute is looked up, and only classes on the allow list are accepted.
     """
     if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
         raise pickle.UnpicklingError(f"an attribute of {shown(owner)}, which is no class of Megatron-Core")

@@ -1,11 +1,15 @@
 """Megatron-LM's learning-rate arguments as ours, and back, with notes where the rates differ.
 
+Each of their styles (first line) becomes one of our schedules (second line):
+
 lr_decay_style    constant, linear, cosine     inverse-square-root     WSD with lr_wsd_decay_iters, lr_wsd_decay_style
 lr_schedule       the same                     inverse_sqrt            wsd with cooldown_tokens, cooldown_shape
 
-                  0      1            W - 1       W        steps completed before the step that uses the rate
-rate there        0      lr / W       ..          lr       warm-up over W steps; a step with rate 0 changes nothing
-rate here         lr/W   2 lr / W     lr          lr       equal from step W on
+A warm-up over W steps to the learning rate lr has these rates in Megatron-LM ("there") and here:
+
+steps done before 0      1            W - 1       W
+rate there        0      lr / W       ..          lr       the first step has rate 0 and changes nothing
+rate here         lr/W   2 lr / W     lr          lr       both are equal once W steps are done
 """
 
 import math
@@ -26,7 +30,7 @@ STYLES = {
     "WSD": "wsd",
 }
 WSD_STYLES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "minus_sqrt": "sqrt"}
-"""Their `lr_decay_style`, `lr_wsd_decay_style` -> our `optimizer.lr_schedule`, `cooldown_shape`."""
+"""STYLES: their `lr_decay_style` -> our `optimizer.lr_schedule`. WSD_STYLES: their `lr_wsd_decay_style` -> our `cooldown_shape`."""
 
 _NUMBERS = (
     "lr",
@@ -50,7 +54,9 @@ class MegatronRates(NamedTuple):
     Attributes:
         style: `lr_decay_style`.
         lr, first, min_lr: the scheduler's max_lr, init_lr and min_lr.
-        warmup, length, fall: lengths in samples: the warm-up, the whole schedule, and the decay at the end of WSD.
+        warmup: length of the warm-up, in samples.
+        length: length of the whole schedule, in samples.
+        fall: length of the decay at the end of WSD, in samples.
         fall_style: `lr_wsd_decay_style`.
     """
 
@@ -64,7 +70,7 @@ class MegatronRates(NamedTuple):
     fall_style: str
 
     def rate(self, samples: int) -> float:
-        """Learning rate for the step that starts after `samples` consumed samples."""
+        """Compute the learning rate of the step that starts when `samples` samples have been consumed."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.first + (self.lr - self.first) * samples / self.warmup
         if self.style == "constant":
@@ -111,7 +117,7 @@ def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
 
 
 def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert the arguments to `optimizer` fields, with notes on what differs.
+    """Convert the arguments to `optimizer` fields; also return notes on how our rates will differ from Megatron-LM's.
 
     Raises:
         TypeError: an argument is not a finite number.
@@ -146,7 +152,11 @@ def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def schedule_args(config: Config) -> dict[str, Any]:
-    """Convert the learning-rate schedule to Megatron-LM's arguments; tokens become whole iterations, rounded up."""
+    """Convert the learning-rate schedule to Megatron-LM's arguments; lengths in tokens become whole iterations, rounded up.
+
+    Raises:
+        ConfigError: an extension provides the schedule.
+    """
     optimizer = config.optimizer
     if optimizer.lr_schedule == "extension":
         raise ConfigError(
@@ -175,7 +185,7 @@ def schedule_args(config: Config) -> dict[str, Any]:
 
 
 def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
-    """Notes on how rates from Megatron-LM's arguments (for the whole run) differ from the config's rates."""
+    """Build notes on how the learning rates from `args`, Megatron-LM's arguments for the whole run, differ from the config's."""
     if config.phases:
         return [
             "the rates of a run with phases were not compared: they follow tokens, and Megatron-LM's follow samples of one length"
@@ -184,13 +194,15 @@ def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def rate_notes(args: Mapping[str, Any], optimizer: OptimizerConfig) -> list[str]:
-    """Compare Megatron-LM's rates with ours: one note with the first rate and the largest difference, or none if all are equal.
+    """Compare Megatron-LM's learning rates with ours.
+
+    If they differ, there is one note, with the first step's rates and the largest difference; otherwise there is none.
 
     A long run is compared at `_MOST_COMPARED` steps, and at the first and last step of each part of the schedule.
 
     Args:
         args: Megatron-LM's arguments for the whole run.
-        optimizer: our section; its fields need not be legal.
+        optimizer: our `optimizer` section; its fields need not be legal yet.
     """
     there = megatron_rates(args)
     if there is None:

@@ -3,7 +3,7 @@
     common.pt   iteration, args.consumed_train_samples, optimizer.param_groups[..].step, opt_param_scheduler   <->   TrainingState
                 optimizer.grad_scaler: scale, growth_tracker, hysteresis_tracker       <->   loss_scale: scale, updates, hysteresis
 
-RNG states and the sample order are not carried over: each program's are meaningless to the other.
+RNG states and the sample order are not converted: neither program can use those of the other.
 """
 
 import math
@@ -54,12 +54,12 @@ def training_state(source: TorchDist) -> TrainingState:
 
 
 def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
-    """Build common.pt, without args, for a run that continues in Megatron-LM with its distributed optimizer.
+    """Build the content of common.pt, without args, for a run that continues in Megatron-LM with its distributed optimizer.
 
     There are two parameter groups, as in our optimizer: weights decay, norms and biases do not.
 
     Raises:
-        CheckpointError: the optimizer is not AdamW.
+        CheckpointError: the optimizer is not AdamW, or the config has `optimizer.groups`.
     """
     optimizer = config.optimizer
     if optimizer.name != "adamw":
@@ -132,13 +132,13 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def weights_state() -> dict[str, Any]:
-    """Build common.pt, without args, for weights alone."""
+    """Build the content of common.pt, without args, for a checkpoint that has only weights."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
 
 
 def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
-    """Build the run's arguments, without the model's, that Megatron-LM's loader looks up in a checkpoint."""
+    """Build the training arguments that Megatron-LM's loader looks up in a checkpoint; the model's arguments are left out."""
     return megatron_training_args(config) | {
         "consumed_train_samples": state.consumed_samples,
         "consumed_valid_samples": 0,
@@ -168,7 +168,7 @@ def _loss_scale(source: TorchDist) -> LossScaleRecord | None:
 
 
 def _grad_scaler(state: TrainingState) -> dict[str, Any]:
-    """Build the state of Megatron-Core's DynamicGradScaler under its key; empty if the run has no dynamic scale."""
+    """Build {"grad_scaler": state} for Megatron-Core's DynamicGradScaler; empty if the run has no dynamic loss scale."""
     scale = state.loss_scale
     if scale is None:
         return {}
@@ -177,7 +177,11 @@ def _grad_scaler(state: TrainingState) -> dict[str, Any]:
 
 
 def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Find the parameter groups and the surrounding state, whichever Megatron-LM optimizer saved them."""
+    """Find the optimizer's parameter groups and its `state` in common.pt, whichever Megatron-LM optimizer saved them.
+
+    Raises:
+        CheckpointError: there are no parameter groups.
+    """
     held = source.common.get("optimizer")
     inner = held.get("optimizer", held) if isinstance(held, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None

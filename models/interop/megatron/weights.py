@@ -14,8 +14,9 @@
     mtp.{embedding_norm,hidden_norm,norm}   enorm, hnorm, final_layernorm
     mtp.projection                          eh_proj               [h, 2 h]: columns of the embedding first, as ours
 
-Layers are either stacked in one tensor with a leading dim, or numbered in the key. Both forms are read; the stacked one is written.
-Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, param}. Padding rows in the vocabulary are dropped.
+A checkpoint either stacks all layers in one tensor with a leading layer dim, or has the layer's number in the key. Both forms are
+read; the stacked one is written. Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, param}. Padding rows
+in the vocabulary are dropped.
 """
 
 import math
@@ -36,7 +37,7 @@ from triaxis.models.interop.megatron.writer import OutgoingChunk
 from triaxis.models.specs import model_specs
 
 Prefixes = Mapping[Kind, tuple[str, ...]]
-"""Key prefixes for each kind of tensor; the first one present is used."""
+"""For each kind of tensor, the prefixes that its keys may have; the first prefix that the checkpoint has is used."""
 
 WEIGHTS: Prefixes = {"master": ("",)}
 TRAINING: Prefixes = {
@@ -47,7 +48,7 @@ TRAINING: Prefixes = {
 }
 
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
-"""Optimizer storage formats that name parameters."""
+"""Storage formats of optimizer state in which keys name parameters, so that the state can be read."""
 
 _LAYERS = "decoder.layers."
 _AHEAD, _AHEAD_LAYER = "mtp.layers.", "transformer_layer."
@@ -96,13 +97,13 @@ dropped.
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Megatron-Core parameter, with the tensors of ours that it holds.
+    """A Megatron-Core parameter, and the one or two of our tensors that it contains.
 
     Attributes:
         ours: names and shapes of our tensors: one, or q and kv.
         short: our first tensor's name, without the layer prefix.
-        layer: (layer index, number of layers); None outside the decoder's layers.
-        ahead: index among the multi-token prediction layers, from 0; None outside them.
+        layer: (index of its layer, number of layers); None if it is not in one of the decoder's layers.
+        ahead: index of its layer among the multi-token prediction layers, from 0; None if it is in none of these.
         shape: Megatron-Core's shape, without the leading dim for stacked layers and without padding.
     """
 
@@ -136,7 +137,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Storage place for a parameter: keys concatenated along the first dim, with all layers stacked or not."""
+    """Keys under which a checkpoint may store a parameter.
+
+    Attributes:
+        keys: keys of tensors that, concatenated along the first dim, are the parameter.
+        stacked: whether each tensor has a leading dim for all layers.
+    """
 
     keys: tuple[str, ...]
     stacked: bool
@@ -175,7 +181,7 @@ def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
     """Check that every model tensor is present with the right shape, and that no weight is left over.
 
     Raises:
-        CheckpointError: tensors are missing, unknown, or have the wrong shape; it lists them.
+        CheckpointError: tensors are missing, unknown, or have the wrong shape; the error lists them.
     """
     problems, used = [], set()
     for parameter in parameters(model):
@@ -202,7 +208,7 @@ def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
 
 
 def optimizer_format(source: TorchDist) -> str | None:
-    """Name of the optimizer's storage format, as Megatron-Core spells it; None if there is no optimizer state."""
+    """Find the storage format of the optimizer state, as Megatron-Core spells it; None if the checkpoint has no such state."""
     keys = (*source.tensors, *source.objects)
     if not any(key.startswith("optimizer.") or ".optimizer." in key for key in keys):
         return None
@@ -222,7 +228,7 @@ def check_optimizer(source: TorchDist) -> None:
     """Check that the optimizer state can be read.
 
     Raises:
-        CheckpointError: there is none, it is not Adam's, or it is stored as one layout's buckets.
+        CheckpointError: there is no optimizer state, it is not Adam's, or it is stored as one layout's buckets.
     """
     if (name := source.args.get("optimizer", "adam")) != "adam":
         raise CheckpointError(
@@ -243,7 +249,7 @@ def check_optimizer(source: TorchDist) -> None:
 
 
 def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
-    """Count the rows that only Megatron-Core's tables have, by key."""
+    """Count the rows that Megatron-Core's vocabulary and position tables have beyond ours; return {key: rows} without zeros."""
     found = {}
     for parameter in parameters(model):
         if parameter.short in _MORE_ROWS and (place := _find(source, parameter, ("",))) is not None:
@@ -278,7 +284,7 @@ def export_chunks(
     Args:
         read: function that returns our whole logical tensor for a name and kind.
         dtype: dtype for the weights; None keeps the saved dtype.
-        has_moments: write the optimizer state too, including the exact weights.
+        has_moments: whether to write the optimizer state too: moments, and the exact weights in their own dtype.
     """
     for parameter in parameters(model):
         for kind in TRAINING if has_moments else WEIGHTS:
@@ -290,7 +296,7 @@ def export_chunks(
 
 
 def empty_objects(model: ModelConfig) -> Iterator[str]:
-    """List the state keys that Megatron-Core's modules expect in a checkpoint; without fp8 they are empty."""
+    """Yield the keys of extra state that Megatron-Core's modules expect in a checkpoint; without fp8 the state is empty."""
     modules = [_QKV, "self_attention.linear_proj", "self_attention.core_attention", _FC1, "mlp.linear_fc2"]
     if model.qk_norm:
         modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
@@ -305,7 +311,7 @@ def empty_objects(model: ModelConfig) -> Iterator[str]:
 
 
 def _candidates(parameter: Parameter, below: str) -> list[_Place]:
-    """List the places where the parameter may be stored; the first one is used for writing."""
+    """List the places where a checkpoint may store the parameter, with the key prefix `below`; an export writes to the first."""
     places = []
     for keys in _KEYS[parameter.short]:
         if parameter.ahead is not None:
@@ -330,7 +336,10 @@ def _find(source: TorchDist, parameter: Parameter, prefixes: Sequence[str]) -> _
 
 
 def _expected(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> tuple[int, ...]:
-    """Shape a key must have: with the layer dim if stacked, and with the table's own rows if it has more."""
+    """Compute the shape that a key's tensor must have.
+
+    It has the leading layer dim if layers are stacked. If a vocabulary or position table has more rows than ours, they count.
+    """
     shape = (parameter.shape[0] // len(place.keys), *parameter.shape[1:])
     stored = source.tensors[key].shape
     if parameter.short in _MORE_ROWS:
@@ -352,7 +361,7 @@ def _misfit(source: TorchDist, parameter: Parameter, place: _Place, key: str) ->
 
 
 def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> torch.Tensor:
-    """Read one key's part of a parameter, [rows, ..], dropping rows past ours."""
+    """Read one key's part of a parameter: [rows, ..], without rows that our tensor does not have."""
     stored, shape = source.tensors[key].shape, _expected(source, parameter, place, key)
     first: Box = ()
     if place.stacked and parameter.layer is not None:

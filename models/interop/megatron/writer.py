@@ -25,7 +25,7 @@ FILE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class OutgoingChunk:
-    """Chunk to write: a box of the tensor `key`, whose full shape is `shape`."""
+    """A chunk to write: the box at `offsets` in the tensor `key`, whose full shape is `shape`."""
 
     key: str
     shape: tuple[int, ...]
@@ -41,13 +41,14 @@ def write_checkpoint(
     common: Mapping[str, Any],
     args: Mapping[str, Any],
 ) -> Path:
-    """Write `directory`/iter_<number>/ (or release/) as a whole or not at all, and point the tracker file at it.
+    """Write `directory`/iter_<number>/ (or release/) completely or not at all; then the tracker file names it.
 
     Args:
         directory: parent folder; created if missing.
         iteration: iteration number; None for weights without a run.
         chunks: stream of chunks that cover every element of every tensor exactly once.
-        empty_objects: keys that a Megatron-LM model looks up and that hold nothing (`_extra_state` without fp8).
+        empty_objects: keys that a Megatron-LM model looks up, with empty values (`_extra_state` without fp8).
+        common: content of common.pt, without args.
         args: Megatron-LM's arguments, for common.pt.
 
     Raises:

@@ -1,21 +1,23 @@
 """Tensors that an expert layer keeps in place of a dense MLP's, counted from the configuration alone.
 
-A rank has T = b s / (c t) tokens per microbatch, each with k experts, and its experts get R rows. An expert is f wide on a rank
-(`ffn_hidden_size` / etp) and has g f columns before its activation (g = 2 if it is gated); shared experts are f_s wide. An element
-has w bytes in the run's dtype, and a in the accumulation dtype:
+A microbatch has b samples of s tokens, each h wide. It is divided over c context- and t tensor-parallel ranks, so a rank has
+T = b s / (c t) tokens. Each token goes to k of E experts. A set of experts lies on e x etp ranks (e = ep), and the experts of one
+rank get R rows. On a rank an expert is f = `ffn_hidden_size` / etp wide and has g f columns before its activation (g = 2 if the
+activation is gated, else 1). Shared experts are f_s wide. An element has w bytes in the run's dtype, and a bytes in the
+accumulation dtype. The parts of a layer keep, in bytes:
 
-    router      tokens T h w, logits T E a, choice T k of 8; with a sequence loss the fractions [b, E] a
+    router      tokens T h w; logits T E a; expert choice 8 T k; with a sequence loss, fractions b E a
     dispatch    indices of rows and of slots: all_gather 8 (R + e etp k T); all_to_all 16 (etp k T + R)
-    experts     rows R h w, gate and up R g f w, activated R f w, weights R a
-    shared      gate and up, and activated, of an MLP of width f_s; its input is the router's
+    experts     rows R h w; gate and up R g f w; activated values R f w; routing weights R a
+    shared      gate and up, and activated values, of an MLP of width f_s; the router already keeps the input
 
 If sequence parallelism is off, a rank copies its tokens out of the sequence, and the shared experts keep the whole sequence. A
-recomputed layer keeps its choice and the fractions. The end of each expert's rows, 4 bytes, is not counted.
+recomputed layer keeps only the expert choice and the fractions. Not counted: 4 bytes per expert that mark where its rows end.
 
-R follows from the routing:
+The dispatch determines the number of rows R:
 
-    all_gather     the rows of a buffer: `row_headroom` x etp k T, or the worst case e etp T min(k, E / e). No routing changes it.
-    all_to_all     `load` x etp k T: 1 where all experts get equally many, e min(k, E / e) / k at worst (`worst_load`)
+    all_gather     R is a buffer's size: `row_headroom` x etp k T, or the worst case e etp T min(k, E / e); routing never changes it
+    all_to_all     R = `load` x etp k T; `load` is 1 if all experts get equally many rows, and e min(k, E / e) / k at worst
 """
 
 from collections.abc import Mapping
@@ -33,14 +35,14 @@ NOTHING = Fraction(0)
 
 
 def worst_load(config: Config, sizes: ParallelSizes) -> Fraction:
-    """Compute the largest load that a routing can give a rank."""
+    """Compute the largest `load` that routing can give a rank: the rows of its experts over those under balanced routing."""
     moe, tokens = config.model.moe, local_tokens(config)
     assert moe is not None, "a model with experts says which"
     return Fraction(worst_rows(moe, tokens, sizes.ep, sizes.etp), sizes.etp * moe.top_k * tokens)
 
 
 def rows_per_token(config: Config, sizes: ParallelSizes, load: Fraction = BALANCED) -> Fraction:
-    """Divide the rows R that a rank's experts get by its microbatch's b s / c tokens."""
+    """Compute the rows R that a rank's experts get, per token of the b s / c that the tensor-parallel ranks share."""
     moe, tokens = _moe(config), local_tokens(config)
     if dispatch_of(config) == "all_gather":
         rows = Fraction(buffer_rows(moe, tokens, sizes.ep, sizes.etp))
@@ -50,7 +52,7 @@ def rows_per_token(config: Config, sizes: ParallelSizes, load: Fraction = BALANC
 
 
 def columns_per_token(config: Config, sizes: ParallelSizes, load: Fraction = BALANCED) -> Fraction:
-    """Count the activated elements per token, in the rank's experts and the shared ones."""
+    """Count the elements per token after the activation, in the rank's routed experts and its part of the shared ones."""
     moe = _moe(config)
     routed = rows_per_token(config, sizes, load) * moe.ffn_hidden_size / sizes.etp
     return routed + Fraction(moe.shared_size, sizes.tp)
@@ -100,7 +102,7 @@ def _inputs(config: Config, at: Sizes, sizes: ParallelSizes, part: str) -> list[
 
 
 def choice_terms(config: Config, at: Sizes, sizes: ParallelSizes) -> list[Term]:
-    """List the tensors of the router's choice, which a recomputed layer keeps as well."""
+    """List the tensors with the router's expert choice; a recomputed layer keeps these too."""
     moe = _moe(config)
     fractions = Fraction(at.acc * moe.num_experts * at.c, at.s) if moe.balance.sequence_loss else NOTHING
     return [
@@ -110,7 +112,10 @@ def choice_terms(config: Config, at: Sizes, sizes: ParallelSizes) -> list[Term]:
 
 
 def deferred_expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction) -> list[Term]:
-    """List the tensors held for experts' deferred weight gradients. The input of `down` is multiplied by its weights again."""
+    """List the tensors held for experts' deferred weight gradients.
+
+    For `down` the held input is the activated values times the routing weights, a product that the backward computes again.
+    """
     model, moe = config.model, _moe(config)
     rows, inputs = rows_per_token(config, sizes, load), model.activation_kind.num_inputs
     f = Fraction(moe.ffn_hidden_size, sizes.etp)

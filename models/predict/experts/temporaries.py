@@ -2,23 +2,24 @@
 
 There are k times as many rows as tokens, so row copies are a layer's largest tensors. A rank has T tokens per microbatch and sends
 etp k T rows. Its experts get R rows, and e etp ranks share a set of experts. `triaxis.models.predict.experts.memory` defines the
-other letters. The peak falls on one of these moments:
+other letters. The peak falls on one of these moments; the right column gives the bytes held then:
 
-    forward, all_to_all      outputs are put in the order of receipt     2 R h w
-                             and return                                  (R + etp k T) h w
-                             and are added                               etp k T h w + T h (a + w)
-    forward, all_gather      outputs are added, choices are there        R h w + e etp T (h (a + w) + 8 k)
-    backward, all_to_all     their gradients arrive                      (etp k T + R) h w
-                             and are put in the order of experts         2 R h w
-    backward, all_gather     they are gathered, and taken by row         (e etp T + R) h w
-    backward                 of the second projection                    R (h w + f (2 w + a) + a), if a > w
-                                                                         R (h w + 2 f w + a), if a = w
+    forward, all_to_all      outputs are put in the order of receipt      2 R h w
+                             outputs return to their tokens' ranks        (R + etp k T) h w
+                             outputs are added up for each token          etp k T h w + T h (a + w)
+    forward, all_gather      outputs are added up; choices are held       R h w + e etp T (h (a + w) + 8 k)
+    backward, all_to_all     output gradients arrive                      (etp k T + R) h w
+                             gradients are put in the experts' order      2 R h w
+    backward, all_gather     gradients are gathered, and copied by row    (e etp T + R) h w
+    backward, both           the second projection's backward runs        R (h w + f (2 w + a) + a), if a > w
+                                                                          R (h w + 2 f w + a), if a = w
 
-With deferred weight gradients the last line grows by R f w. Some tensors exist all the time. In a forward these are the shared
-experts' output and the weights T k a. In a backward they are the output gradient, and recomputed inner and activated values.
+With deferred weight gradients the last moment holds R f w more. It also holds the recomputed inner and activated values. Every
+moment of a forward also holds the shared experts' output and the routing weights, T k a bytes. Every moment of a backward also
+holds the output gradient.
 
 Not counted: other layers' operators, whose tensors are small beside what a layer keeps, and the result of a weight-gradient GEMM.
-Elementwise functions count operator by operator; compiled ones make no wide copies.
+Elementwise functions are counted operator by operator; compiled functions would hold no copies in the accumulation dtype.
 """
 
 from fractions import Fraction

@@ -1,19 +1,22 @@
 """Calls and bytes that one expert layer sends in a training step, counted from the configuration alone.
 
-The ledger's expected side includes it (`models/predict/traffic.py`), and it is written without looking at the engine. A rank has
-T = b s / (c t) tokens, each with k out of E experts, and n = e x etp ranks share a set of experts. An element has w bytes in the
-run's dtype, and a in the accumulation dtype. Per microbatch:
+`models/predict/traffic.py` adds these calls to those that a run's communication ledger is compared with. The formulas are derived
+from the configuration, not from the engine's code. A microbatch has b samples of s tokens, each h wide, divided over c context-
+and t tensor-parallel ranks, so a rank has T = b s / (c t) tokens. Each token goes to k of E experts, and n = e x etp ranks share
+a set of experts (e = ep). An element has w bytes in the run's dtype, and a bytes in the accumulation dtype. A rank's calls per
+microbatch, with the shapes and bytes per element that they send:
 
     all_gather   forward    gathers of [T, k] int64, [T, h] w and [T, k] a; a reduce-scatter of [n T, h] w
                  backward   a gather of [T, h] w; reduce-scatters of [n T, h] w and [n T, k] a
-    all_to_all   forward    an exchange of counts [E etp] int64; S rows to other ranks of h w + a, and R rows back of h w
-                 backward   S rows of h w, and R rows back of h w + a
+    all_to_all   forward    an exchange of counts [E etp] int64; S rows of h w + a bytes out, and R rows of h w bytes back
+                 backward   S rows of h w bytes out, and R rows of h w + a bytes back
     sequence loss           a sum of [b, E] a over the cp x tp ranks of a sample
-    no SP, t > 1            a gather of [T, h] w over tp forward, and one backward: layers with experts cut the tokens
+    no SP, t > 1            in each pass, a gather of [T, h] w over tp, since an expert layer slices the tokens
 
-Recomputing the layer repeats what its forward sends. The expert choice and the loss's fractions are remembered.
+Recomputing the layer repeats all that its forward sends except the sum for the sequence loss, whose fractions are remembered.
 
-S and R follow from the choices. If all experts get equally many rows, S = R = etp k T (n - 1) / n.
+S and R are the rows that a rank sends to and gets from other ranks, and follow from the expert choices. If all experts get equally
+many rows, S = R = etp k T (n - 1) / n.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +30,7 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.terms import tokens_of_microbatch
 
 Choices = Mapping[int, Sequence[Sequence[int]]]
-"""Expert choices by layer number: for each rank that shares the experts, how often its tokens chose each of the E."""
+"""Expert choices by layer index: for each rank that shares the experts, how often its tokens chose each of the E experts."""
 
 INDEX_BYTES = 8
 FORWARD, BACKWARD, COUNTS, CHOICE = (f"{EXPERTS} {name}" for name in ("forward", "backward", "counts", "choice"))
@@ -38,7 +41,13 @@ TOKENS = "tokens"
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Equal calls, and the bytes that the ledger counts for each."""
+    """Calls that are alike.
+
+    Attributes:
+        axis, purpose, op: the calls' labels in the communication ledger (`engine/comm/ledger.py`).
+        num_bytes: bytes that the ledger counts for each call.
+        calls: number of calls.
+    """
 
     axis: str
     purpose: str
@@ -48,7 +57,7 @@ class Calls:
 
 
 class Passes(NamedTuple):
-    """How many of a step's microbatches go through a layer: forward, backward, and forward again in its backward."""
+    """How many of a step's microbatches go through a layer forward, backward, and forward again to be recomputed."""
 
     forward: int
     backward: int
@@ -60,7 +69,7 @@ ONCE = Passes(1, 1, 0)
 
 
 def expert_calls(config: Config, sizes: ParallelSizes, passes: Passes, element: int) -> Iterator[Calls]:
-    """Yield one layer's calls in a step, as far as their sizes do not depend on the choices.
+    """Yield those calls of one layer in a step whose sizes do not depend on the expert choices.
 
     Args:
         passes: the layer's passes in the step.
@@ -95,11 +104,13 @@ def row_calls(
     passes: Passes,
     element: int,
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (purpose, calls, bytes to other ranks in all of them) for one layer with all_to_all in a step.
+    """Yield the calls whose sizes depend on the expert choices, for one all_to_all layer in a step.
+
+    Each item is (purpose, number of calls, bytes that these calls together send to other ranks).
 
     Args:
-        member: the rank's place among the ranks that share its experts.
-        chosen: counts in the whole step, by member and expert, of tokens that chose the expert; None: all equal.
+        member: index of the rank among the ranks that share its experts.
+        chosen: number of tokens in the whole step that chose an expert, by member and expert; None: equally many for each.
         passes, element: the same as in `expert_calls`.
     """
     at = _Sizes.of(config, sizes, element)
@@ -130,9 +141,11 @@ class _Sizes(NamedTuple):
 def rows_between(
     moe: MoEConfig, sizes: ParallelSizes, member: int, chosen: Sequence[Sequence[int]] | None, tokens: int
 ) -> tuple[int, int]:
-    """Count the rows that a rank exchanges with other ranks for `tokens` of its tokens: (sent, received).
+    """Count the rows (sent to, received from) other ranks. Each expert is cut over etp ranks, which all get its rows.
 
-    The other arguments are the same as in `row_calls`. Each expert is on etp ranks, which all get its rows.
+    Args:
+        member, chosen: the same as in `row_calls`.
+        tokens: number of the rank's own tokens; read only if `chosen` is None.
     """
     num_ranks = sizes.ep * sizes.etp
     if chosen is None:

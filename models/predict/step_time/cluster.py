@@ -21,7 +21,7 @@ class Cluster:
         nvlink_gb_per_s: one device's bandwidth inside its node, in 10^9 bytes per second and direction.
         network_gb_per_s: one device's share of its node's network, in 10^9 bytes per second and direction.
         network_latency_us: latency between nodes, in microseconds per message.
-        oversubscription: network oversubscription; 2.0 halves what all nodes can send at once.
+        oversubscription: network oversubscription, at least 1.0; with 2.0, all nodes together can send half of their rates.
         price_per_gpu_hour: price in any currency.
     """
 
@@ -42,7 +42,7 @@ class Cluster:
         """Read the device's file.
 
         Raises:
-            ConfigError: the same cases as `load_device`.
+            ConfigError: the device has no file, or the file lacks a key.
         """
         return load_device(self.device)
 
@@ -99,13 +99,13 @@ def cluster_at(text: str) -> Cluster:
     """Read a cluster file (.yaml), or build the usual cluster for a number of devices such as `64xH100`.
 
     Raises:
-        ConfigError: the same cases as `load_cluster` and `cluster_of`.
+        ConfigError: the file or the text is not valid; `load_cluster` and `cluster_of` list the cases.
     """
     return load_cluster(text) if text.endswith(".yaml") else cluster_of(text)
 
 
 def cluster_of_devices(torch_name: str, nodes: int, gpus_per_node: int) -> Cluster | None:
-    """Build nodes with such devices and their usual links; None for a device without a file.
+    """Build a cluster of nodes with the named devices and their usual links; None if no device file ships for the name.
 
     Args:
         torch_name: device name from `torch.cuda.get_device_name`.
@@ -152,7 +152,7 @@ def _with_links() -> list[str]:
 
 
 def _forms(count: str) -> str:
-    """Describe what may be written for so many devices."""
+    """Describe, for an error message, the forms in which a cluster of `count` devices may be written."""
     known = _with_links()
     if not known:
         return f"{NO_DEVICES} Give the path of a cluster's file, whose device is the path of such a file."

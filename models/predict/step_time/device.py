@@ -1,10 +1,12 @@
 """Rates that a device reaches, read from `configs/devices/*.yaml`: GEMMs by shape, fused attention, memory.
 
-    a GEMM    peak x best tile x k / (k + fill) x what the measured rows reach of that, read off at its FLOPs
+A GEMM [m, k] x [k, n] runs at this rate:
+
+    dtype's peak x best tile's share of it x k / (k + fill) x share of this product that measured GEMMs of as many FLOPs reach
 
 Tiles run in waves with one tile per processor, and the last wave is seldom full. The kernel library is assumed to choose the tile
-that finishes the product soonest. Other effects in the rows (power, clocks) are interpolated over log2 FLOPs, and constant outside
-the table.
+that finishes the product soonest. `fill` is the inner size k at which filling the pipeline takes half of a tile's time. The
+measured share covers other effects (power, clocks). It is interpolated over log2 FLOPs, and constant outside the table.
 """
 
 import hashlib
@@ -44,7 +46,7 @@ class GemmRow(NamedTuple):
 
 
 class AttentionRow(NamedTuple):
-    """A measured causal attention kernel; FLOPs count the causal half, and a backward counts 2.5 forwards."""
+    """A measured causal attention kernel. A forward's FLOPs count only the causal half; a backward's are 2.5 times as many."""
 
     kernel: str
     direction: Pass
@@ -55,7 +57,7 @@ class AttentionRow(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A block that one processor computes in a product, and its share of the best tile's rate."""
+    """A block of a product that one processor computes at a time; `share` is its rate over the best block size's."""
 
     height: int
     width: int
@@ -68,12 +70,13 @@ class Device:
 
     Attributes:
         memory_gb: memory size in 10^9 bytes.
-        memory_gb_per_s: data-sheet bandwidth, 10^9 bytes per second; streams reach `streaming_share` of it.
+        memory_gb_per_s: data-sheet bandwidth, 10^9 bytes per second.
         peak_tflops: dense peak rate in TFLOP/s, by dtype.
-        processors: tiles that run side by side.
-        launch_us: microseconds between a kernel's end and the next one's work.
-        host_us: the host's microseconds per kernel, if the host is not ahead of the device.
-        collective_share: part of a link's bandwidth that collectives reach.
+        streaming_share: share of `memory_gb_per_s` that elementwise kernels reach.
+        processors: number of processors, each of which computes one tile at a time.
+        launch_us: microseconds between a kernel's end and the next kernel's start.
+        host_us: microseconds that the host takes per kernel; they count if they exceed `launch_us`.
+        collective_share: share of a link's bandwidth that collectives reach.
         collective_us: microseconds that a collective with few bytes takes inside a node.
         collective_processors: processors that a collective takes from the kernels beside it.
         sustained_share: share of measured rates that a device under constant load keeps at its power limit.
@@ -101,18 +104,18 @@ class Device:
 
     @property
     def stream_bytes_per_s(self) -> float:
-        """Bytes per second that a kernel reads and writes in large tensors."""
+        """Bytes per second that an elementwise kernel reads and writes in large tensors."""
         return self.memory_gb_per_s * 1e9 * self.streaming_share
 
     @property
     def taken_share(self) -> float:
-        """Share of a kernel's rate that a collective beside it takes."""
+        """Share of its rate that a kernel loses while a collective runs, because the collective occupies processors."""
         return min(1.0, self.collective_processors / self.processors)
 
     def beyond(self, seconds: float, beside: float) -> float:
         """Seconds that a collective adds to kernels that run beside it.
 
-        The part that outlasts the kernels is exposed, and while both run the kernels have fewer processors.
+        The time by which the collective outlasts the kernels counts whole. While both run, the kernels have fewer processors.
 
         Args:
             seconds: the collective's own seconds.
@@ -123,7 +126,7 @@ class Device:
     def gemm_seconds(self, m: float, n: float, k: float, dtype: str = "bf16", count: int = 1) -> float:
         """Seconds for `count` products [m, k] x [k, n] in one kernel, without its launch.
 
-        The memory traffic is a lower bound: 2 bytes per element, 1 for fp8 operands.
+        The result is at least the time of the memory traffic: 2 bytes per element, 1 for fp8 operands.
 
         Raises:
             ConfigError: the device has no rate for the dtype.
@@ -142,8 +145,8 @@ class Device:
     def attention_tflops(self, kernel: str, direction: Pass, head: int, seq: float) -> float:
         """Look up causal attention's rate over `seq` tokens, in TFLOP/s.
 
-        A kernel without rows takes those of the newest older one. The nearest head size counts, and the rate is interpolated
-        over log2 of the length.
+        A kernel that was not measured gets the rates of the newest older one. The nearest measured head size is used, and the
+        rate is interpolated over log2 of the length. If no attention was measured, a GEMM's rate is returned.
         """
         rows = [row for row in self.attention if row.direction == direction]
         if not rows:
@@ -182,7 +185,10 @@ class Device:
 
     @cached_property
     def _reached_points(self) -> dict[str, list[tuple[float, float]]]:
-        """Points (log2 FLOPs, measured rate over quantised peak) by dtype; rows with equal FLOPs are averaged."""
+        """Points (log2 FLOPs, share of the predicted peak that measured GEMMs reach) by dtype; equal FLOPs are averaged.
+
+        The predicted peak includes the losses to partial waves and to filling (module docstring).
+        """
         found: dict[str, dict[float, list[float]]] = {}
         for row in self.gemm:
             ratio = row.tflops * 1e12 / self._quantised_peak(row.m, row.n, row.k, row.dtype)
@@ -199,7 +205,7 @@ def _waves(tile: Tile, m: float, n: float, count: int, processors: int) -> int:
 
 
 def _nearest_kernel(rows: Sequence[AttentionRow], kernel: str) -> str:
-    """Choose the kernel if it has rows, else the newest older one with rows, else the slowest."""
+    """Choose a kernel with measured rows: `kernel` itself, else the newest older one, else the slowest."""
     largest: dict[str, float] = {}
     for row in rows:
         largest[row.kernel] = max(row.tflops, largest.get(row.kernel, 0.0))
@@ -223,10 +229,10 @@ def device_names() -> list[str]:
 
 
 def load_device(name_or_path: str | Path) -> Device:
-    """Read a device by the name of a shipped file, or by path.
+    """Read a device, given the name of a shipped device file without its ending, or a path that ends in .yaml.
 
     Raises:
-        ConfigError: there is no such file, or it lacks a key.
+        ConfigError: there is no such file, or the file lacks a key.
     """
     path = Path(name_or_path)
     if path.suffix != ".yaml":

@@ -1,13 +1,16 @@
 """Work of a layer's routed experts on a microbatch, and the traffic that dispatch adds.
 
-A rank has T = b s / (c t) tokens, each with k experts. Its E / e experts get R rows and are f = ffn_hidden_size / etp wide there:
+A microbatch has b samples of s tokens, each h wide, on c context- and t tensor-parallel ranks. So a rank has T = b s / (c t)
+tokens, each sent to k of E experts. The rank has E / e of the experts (e = ep), each f = ffn_hidden_size / etp wide there. All of
+them together get R = load x etp k T rows:
 
-    router    [T, h] x [h, E] in the accumulation dtype; if the device's file has no rate for it, at the run's, which is too fast
-    experts   E / e products of [R e / E, h] x [h, (1 or 2) f], and of [R e / E, f] x [f, h]: R = load x etp k T
-    memory    rows are copied from tokens and added to them; an all_gather's buffer has a fixed number of rows, used or not
-    wires     as in `models/predict/experts/traffic.py`; nothing is assumed to run beside them
+    router    [T, h] x [h, E] in fp32; if the device's file has no fp32 rate, its rate for the run's dtype is used, so the predicted
+              time is too short
+    experts   E / e products [R e / E, h] x [h, f or 2 f], and as many [R e / E, f] x [f, h]
+    memory    rows are copied from tokens, and results are added to tokens; an all_gather's buffer counts whole, used or not
+    wires     traffic as in `models/predict/experts/traffic.py`; no computation is assumed to run at the same time
 
-`load` is the slowest rank's expert imbalance: its rows over the mean, 1 if all ranks have equally many.
+`load` is the slowest rank's rows over the mean rank's: 1 if all ranks have equally many.
 """
 
 from collections.abc import Iterable
@@ -24,7 +27,7 @@ from triaxis.models.predict.traffic import wire_bytes
 
 @dataclass(frozen=True, slots=True)
 class GroupedGemm:
-    """A forward call with `count` products [m, k] x [k, n]."""
+    """A forward call that computes `count` products [m, k] x [k, n]."""
 
     m: float
     n: int
@@ -45,8 +48,8 @@ class ExpertWork:
         up, down: all local experts' products.
         moved_bytes: bytes that a forward reads and writes besides the products; a backward moves twice as many.
         activated_bytes: the activation's part of `moved_bytes`, which recomputation repeats.
-        forward, backward: traffic between the ranks that share experts.
-        cut: traffic over tp in each pass; without sequence parallelism the layer slices the tokens.
+        forward, backward: traffic of each pass between the ranks that share experts.
+        cut: traffic of each pass over tp, if sequence parallelism is off: the layer then slices the tokens and gathers results.
     """
 
     router: GroupedGemm
@@ -60,7 +63,7 @@ class ExpertWork:
 
 
 def expert_work(config: Config, sizes: ParallelSizes, load: float) -> ExpertWork:
-    """Count an expert layer's routed work."""
+    """Count the work of one layer's routed experts on a microbatch. `load`: the slowest rank's rows over the mean rank's."""
     model, moe = config.model, config.model.moe
     assert moe is not None, "a model with experts says which"
     w = BYTES_PER_ELEMENT[config.precision.dtype]
@@ -98,7 +101,7 @@ def expert_work(config: Config, sizes: ParallelSizes, load: float) -> ExpertWork
 
 
 def _wire(calls: Iterable[Calls], size: int) -> Wire:
-    """Add up the calls on an axis with `size` ranks."""
+    """Sum the calls' bytes on the wire and count the calls, for an axis with `size` ranks; nothing for one rank."""
     total = Wire()
     for call in calls if size > 1 else ():
         total += Wire(call.calls * wire_bytes(call.op, size, call.num_bytes), call.calls)

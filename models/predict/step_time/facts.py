@@ -1,19 +1,23 @@
 """A microbatch's work on one rank, counted: products, attention, bytes through memory and over links.
 
-Per layer, with T = b s / c tokens, t tensor-parallel ranks, q = heads x head size, g = key/value heads x head size, f MLP width:
+A microbatch of b samples with s tokens on c context-parallel ranks has T = b s / c tokens on each. Let h be the hidden size, t the
+number of tensor-parallel ranks, f the MLP's width, and q and g the query and key/value heads times the head size. A layer's
+forward computes these products [m, k] x [k, n]:
 
-    qkv      [T, h] x [h, (q + 2 g) / t]          attention's core   4 x keys x q / t FLOPs per token
-    proj     [T, q / t] x [q / t, h]              input gradient     the same product with n and k exchanged
-    up       [T, h] x [h, (1 or 2) f / t]         weight gradient    ... with m and k exchanged, added to the main grads
-    down     [T, f / t] x [f / t, h]
+    qkv      [T, h] x [h, (q + 2 g) / t]          up       [T, h] x [h, f / t or 2 f / t]
+    proj     [T, q / t] x [q / t, h]              down     [T, f / t] x [f / t, h]
 
-Latent attention replaces qkv by three products, with T' = T / t under sequence parallelism and latents r_q and r
-(`engine/config/mla.py`):
+Attention's core takes 4 x keys x q / t FLOPs per token. Each input gradient is the same product with n and k exchanged. Each weight
+gradient is the same product with m and k exchanged, and is added to the main grads.
+
+Latent attention replaces qkv by the three products below. T' is T / t with sequence parallelism, else T; r_q and r are latent
+sizes, a is the number of heads, and dn + dr and dv are head sizes (`engine/config/mla.py`):
 
     down     [T', h] x [h, r_q + r + dr]          kv_up    [c T, r] x [r, a (dn + dv) / t]
     q_up     [T, r_q] x [r_q, a (dn + dr) / t]
 
-Each tensor that a kernel reads or writes counts its bytes. The rates of GEMMs and fused attention already include theirs.
+Elementwise kernels are charged the bytes of every tensor that they read or write. GEMMs and fused attention are not: their
+measured rates include memory traffic.
 """
 
 from collections.abc import Iterable
@@ -54,7 +58,14 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Unfused:
-    """Attention as batched products: `count` score matrices [rows, keys], with the softmax between the products in memory."""
+    """Attention without a fused kernel: two batched products, whose scores [count, rows, keys] go through memory.
+
+    Attributes:
+        count: heads on the rank x samples.
+        rows: queries of a sample on the rank.
+        keys: keys of a sample.
+        head: head size.
+    """
 
     count: int
     rows: int
@@ -73,15 +84,15 @@ class LayerWork:
     Attributes:
         gemms: the forward's products.
         core_flops: FLOPs of attention's forward on this rank.
-        unfused: attention's products without a fused kernel; None: it has one.
+        unfused: attention's batched products; None: a fused kernel computes attention.
         forward_bytes, backward_bytes: bytes that elementwise kernels read and write.
-        again_bytes, again_gemms: work that selective recomputation repeats, without attention.
-        core_again: attention's forward is recomputed.
+        again_bytes, again_gemms: elementwise bytes and GEMMs that selective recomputation repeats, without attention's core.
+        core_again: attention's core is recomputed.
         experts: the routed experts' work; None: the layer has none.
-        branches: share of a dense layer's two branches that communicate over tp; routed experts alone do not count.
+        branches: tp traffic over that of a dense layer: 1, or 0.5 if the layer has routed but no shared experts.
         head_size, keys_length: head size and key length that select attention's rate.
-        more: GEMM seconds with an extension's parts over ours alone; its parts run at our GEMMs' rate.
-        sent: extra traffic that these parts send over tp.
+        more: factor on GEMM seconds, 1 without an extension: FLOPs with an extension's parts over the built-in layer's.
+        sent: extra traffic over tp that an extension's parts send.
     """
 
     gemms: tuple[Gemm, ...]
@@ -122,7 +133,7 @@ def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> tuple[G
 
 
 def _mlp_size(config: Config, layer: int) -> int:
-    """Width of the MLP that all of a layer's tokens pass; 0: none."""
+    """Return the width of the MLP that computes all tokens, dense or shared experts; 0: the layer has routed experts only."""
     model = config.model
     if model.moe is None or not model.layer_kind(layer).has_experts:
         return model.ffn_size
@@ -162,8 +173,8 @@ def layer_work(
     """Count one layer's work.
 
     Args:
-        documents: statistics of documents within which tokens attend; None: they attend across documents.
-        load: load of the slowest rank's experts.
+        documents: statistics of the documents, if tokens attend only within their document; None: they attend across documents.
+        load: rows of the slowest rank's experts over the mean rank's.
     """
     model, t = config.model, sizes.tp
     rows, w = tokens_of_microbatch(config), element_bytes(config)
@@ -232,11 +243,11 @@ def layer_work(
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers of parameters that one rank updates.
+    """Numbers of parameters on one rank.
 
     Attributes:
-        all: parameters, experts' included.
-        experts: experts' parameters, which have other replicas.
+        all: number of parameters, the experts' included.
+        experts: number of the experts' parameters, whose replicas are on other ranks than those of the rest.
     """
 
     all: int = 0
@@ -255,7 +266,7 @@ def parameters_of_layer(config: Config, sizes: ParallelSizes, layer: int) -> Par
 
 
 def parameters_of_ends(config: Config, sizes: ParallelSizes, stage: StageContents) -> Parameters:
-    """Count a stage's parameters on one rank, without its layers."""
+    """Count a stage's parameters on one rank outside its layers: embedding, final norm and head."""
     ends = StageLayers(range(0), stage.has_embedding, stage.has_head)
     return _on_rank(config, sizes, stage_specs(config.model, ends))
 
@@ -274,14 +285,14 @@ NOTHING = Wire()
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelWires:
-    """A layer's traffic over tp per microbatch, by the place where it may be hidden.
+    """A layer's traffic over tp per microbatch, by the computation that may hide it.
 
     Attributes:
         forward: traffic before column-parallel and after row-parallel products.
-        entering: traffic before a row-parallel layer's backward.
-        regathered: column-parallel layers' inputs, beside the input gradient.
-        leaving: traffic after column-parallel input gradients, beside the weight gradient.
-        deferred: gathers of inputs and output gradients, if weight gradients run on their own.
+        entering: gathers before a row-parallel layer's backward.
+        regathered: gathers of column-parallel layers' inputs for the weight gradients, which may run beside the input gradients.
+        leaving: reductions of column-parallel layers' input gradients, which may run beside the weight gradients.
+        deferred: gathers of inputs and output gradients again, if weight gradients are deferred.
     """
 
     forward: Wire
@@ -291,7 +302,7 @@ class TensorParallelWires:
     deferred: Wire
 
     def times(self, count: float) -> "TensorParallelWires":
-        """Scale the layer's traffic."""
+        """Multiply the layer's traffic by `count`."""
         parts = (self.forward, self.entering, self.regathered, self.leaving, self.deferred)
         return TensorParallelWires(*(wire.times(count) for wire in parts))
 
@@ -323,7 +334,12 @@ def activation_bytes(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelWires:
-    """Attention's traffic over cp per layer and microbatch, and the share that no other piece's attention hides."""
+    """Attention's traffic over cp, per layer and microbatch.
+
+    Attributes:
+        forward, backward: traffic of each pass.
+        exposed: share of the traffic that no other piece's attention can hide.
+    """
 
     forward: Wire
     backward: Wire

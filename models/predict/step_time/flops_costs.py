@@ -1,10 +1,11 @@
 """A schedule's action costs, by their FLOPs.
 
-    F   the stage's layers' GEMMs + attention, and the head on the last stage
-    I   the same GEMMs, attention twice, what is recomputed; the head twice, since its weight gradient does not wait
-    W   the layers' GEMMs
+    F   forward: GEMMs and attention of the stage's layers, and the head on the last stage
+    I   input gradient: the same GEMMs, attention twice, and what is recomputed; the head twice, for both of its gradients
+    W   weight gradient: the layers' GEMMs
 
-Norms, the embedding and collectives are left out. Tokens attend across documents.
+The head's weight gradient is never deferred, so it belongs to I. Norms, the embedding and collectives are left out. Attention
+counts all earlier tokens of a sample, also those of other documents.
 """
 
 from triaxis.engine.config.plan import stages_of
@@ -19,14 +20,14 @@ UNIT = "forwards of a mean layer (by FLOPs)"
 
 
 def flops_costs(config: Config, sizes: ParallelSizes) -> Costs:
-    """Count the FLOPs of each stage's actions, in forwards of a mean layer; transfers take nothing.
+    """Count the FLOPs of each stage's actions, in units of one mean layer's forward; transfers between stages cost 0.
 
     Args:
-        config: the run's configuration, with any recomputation.
+        config: the run's configuration; an open `recompute` is resolved first.
         sizes: every axis's size; tp and cp divide all stages alike.
 
     Raises:
-        ConfigError: the same cases as `resolve_recompute`.
+        ConfigError: `recompute.granularity` is auto, and no choice fits in its budget.
     """
     model, recompute, stages = config.model, resolve_recompute(config, sizes).recompute, stages_of(config)
     layers_per_chunk = [len(stage.layers) for stage in stages]

@@ -1,7 +1,7 @@
 """The software that a predicted step runs on.
 
-A record states what the code does, according to its authors' papers and repositories. No field is a fitted factor. Published runs'
-software is in `benchmarks/published/software.py`.
+An `Implementation` states what training software does, according to its authors' papers and repositories. No field is a fitted
+factor. The software of published runs is described in `benchmarks/published/software.py`.
 """
 
 from dataclasses import dataclass
@@ -14,30 +14,33 @@ class Implementation:
     Attributes:
         attention: fused kernel (fa1_triton, fa2, cudnn, fa3), or "" for batched GEMMs with a softmax between them.
         fused_elementwise: bias, activation, dropout and residual share passes over memory.
-        fused_weight_grad: a weight gradient's GEMM adds to the step's sum; otherwise a separate pass does.
-        fused_loss: cross-entropy reads bf16 logits; otherwise it makes passes over float copies.
-        selective_products: share of a forward's products that `selective` recomputes, with all elementwise work, instead of
-            attention.
+        fused_weight_grad: a weight gradient's GEMM adds to the step's sum; if False, a separate kernel adds it.
+        fused_loss: cross-entropy reads bf16 logits; if False, it reads and writes float32 copies of them.
+        selective_products: share of a layer's GEMM time that selective recomputation repeats. If it is above 0, elementwise work
+            is repeated too, and attention is not. If it is 0, the configured parts are recomputed.
         kernels_per_layer: number of kernels in a layer's forward; a backward has twice as many.
-        tp_backward_overlap: column-parallel backwards run gathers beside the input's GEMM and reductions beside the weight's.
+        tp_backward_overlap: a column-parallel layer's backward runs its gather at the same time as the input gradient's GEMM,
+            and its reduction at the same time as the weight gradient's.
         tp_overlap: all gathers and reductions of layers run in pieces beside their GEMMs; the first piece is exposed.
         dp_overlap: gradients are reduced during the last backward; otherwise after it.
         gather_overlap: parameters are gathered during the first forward; otherwise before it.
         gradient_bytes: bytes per gradient element on the wire.
-        shards: "optimizer": ZeRO-1; "parameters": FSDP, gathered per layer in each pass; "none": all-reduce.
+        shards: what data-parallel ranks shard: "optimizer" (ZeRO-1), "parameters" (FSDP, gathered per layer in each pass), or
+            "none" (gradients are all-reduced).
         optimizer_bytes: bytes read and written per parameter whose state a rank holds.
         every_step_bytes: bytes read and written per step and parameter on a rank, such as to zero the gradients.
         exposed_transfers: a rank computes nothing while it sends or receives between stages.
         scatter_gather: messages between stages are cut over tp, and gathered after arrival (2104.04473, section 4.1).
         fp8: linear layers, except the head, multiply fp8 operands that are cast from bf16 each time.
-        cast_bytes: bytes per element for a cast to fp8: 2 read, 1 + 1 written (also transposed); 2 more for the current maximum.
-        casts_weights: each microbatch casts the weights; otherwise once a step, which is not counted.
+        cast_bytes: bytes per element of a cast to fp8: 2 read, and 1 + 1 written (one copy is transposed). Scaling by the current
+            maximum reads 2 more.
+        casts_weights: each microbatch casts the weights; if False, each step casts them once, which is not counted.
         copies_parameters: gathered data is copied into each parameter, and gradients into the reduced buffer (FSDP2).
-        sequence_parallel: runs with tp use it unless they state otherwise; if False, only runs that state it use it.
+        sequence_parallel: whether a run with tp that does not state sequence parallelism uses it.
         dropout: the recipes' dropout rate on residual branches and attention's probabilities.
-        rotations: number of reads and writes that rotate queries and keys, in bytes of their dtype.
+        rotations: number of times that the rotation reads or writes queries and keys, in the run's dtype.
         repeats_kv: keys and values are copied once per query head before attention.
-        chunks: model chunks per pipeline rank if a run states only that there are several; 0: any number.
+        chunks: model chunks per pipeline rank, for a run that states only that there are several; 0: any number.
         source: paper or repository that documents these properties.
     """
 

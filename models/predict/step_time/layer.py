@@ -1,7 +1,8 @@
 """Seconds that a layer's forward, input gradient and weight gradient take on one rank.
 
-compute    GEMMs + attention + elementwise kernels' bytes / streaming rate + a launch per kernel
-exposed    collective time beyond the products beside it; if collectives run in pieces, one of t pieces is always exposed
+compute    seconds of GEMMs and attention, elementwise kernels' bytes / streaming rate, and a launch for each kernel
+exposed    seconds that a collective lasts longer than the products that run at the same time; a collective in t pieces (one for
+           each tensor-parallel rank) always exposes one piece
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,14 +34,14 @@ BACKWARD_FORWARDS = 2.5
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds that F, I and W take by component, in a layer or a sum of layers."""
+    """Seconds by component that a layer, or a sum of layers, takes in forward (F), input gradient (I) and weight gradient (W)."""
 
     forward: dict[str, float] = field(default_factory=dict)
     input_grad: dict[str, float] = field(default_factory=dict)
     weight_grad: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: "Seconds", count: float = 1) -> None:
-        """Add another's seconds, `count` times."""
+        """Add `count` times the seconds of `other` to these."""
         for mine, others in zip(self.passes, other.passes, strict=True):
             for name, seconds in others.items():
                 mine[name] = mine.get(name, 0.0) + count * seconds
@@ -67,11 +68,11 @@ class LayerTimer:
         self._cp_wires: ContextParallelWires = context_parallel_wires(config, sizes)
 
     def stream(self, num_bytes: float) -> float:
-        """Seconds to read and write so many bytes."""
+        """Seconds to read and write `num_bytes` bytes of memory."""
         return num_bytes / self.device.stream_bytes_per_s
 
     def products(self, gemms: Iterable[Gemm]) -> tuple[float, float, float]:
-        """Time the products, in seconds: (forward, input gradients, weight gradients with their sums)."""
+        """Time the products, in seconds: (forward, input gradients, weight gradients and adding them to the step's sums)."""
         forward = input_grad = weight_grad = 0.0
         for gemm in gemms:
             forward += self._gemm(gemm.m, gemm.n, gemm.k) + self._cast(gemm.m * gemm.k)
@@ -124,7 +125,7 @@ class LayerTimer:
         return seconds
 
     def _add_experts(self, seconds: Seconds, work: LayerWork, experts: ExpertWork) -> None:
-        """Add a layer's routed experts: their products, row copies, and dispatch traffic."""
+        """Add the time of a layer's routed experts to `seconds`: products, row copies, launches and dispatch traffic."""
         router, up, down = (experts.router, self._router_dtype), (experts.up, self._dtype), (experts.down, self._dtype)
         products = [router, up, down]
         time, moved = self.device.gemm_seconds, self.stream(experts.moved_bytes)
@@ -156,11 +157,11 @@ class LayerTimer:
         return self.implementation.tp_overlap and self.config.parallel.cuts_sequence
 
     def _pieces(self, gemms: Iterable[Gemm]) -> list[Gemm]:
-        """Cut the products' rows by tp rank: one rank's rows travel beside the others' products."""
+        """Cut each product's rows into one piece per tp rank: while one piece is sent, another is multiplied."""
         return [replace(gemm, m=gemm.m // self.sizes.tp) for gemm in gemms]
 
     def core(self, work: LayerWork) -> tuple[float, float]:
-        """Time attention's products, in seconds: (forward, backward). Unfused attention's softmax is not included."""
+        """Time attention's core, in seconds: (forward, backward). If no fused kernel computes it, only its products count."""
         if work.unfused is not None:
             at, dtype = work.unfused, self.config.precision.dtype
             time = self.device.gemm_seconds
@@ -174,11 +175,11 @@ class LayerTimer:
         return work.core_flops / rates[0] * 1e-12, BACKWARD_FORWARDS * work.core_flops / rates[1] * 1e-12
 
     def launches(self, kernels: float) -> float:
-        """Seconds between kernels; the host's seconds if it takes longer."""
+        """Seconds lost between kernels: for each, the device's gap or the host's time, whichever is longer."""
         return kernels * max(self.device.launch_us, self.device.host_us) * 1e-6
 
     def embedding(self) -> Seconds:
-        """Time the embedding: rows are read and written, and summed over tp."""
+        """Time the embedding, which reads and writes rows and sums them over tp."""
         moved = self.stream(2 * activation_bytes(self.config)) + self.launches(2)
         sent = self._ends_wire()
         return Seconds(
@@ -215,7 +216,7 @@ class LayerTimer:
         return self.stream(self.implementation.cast_bytes * numel) if self._dtype == "fp8" else 0.0
 
     def added(self, numel: float) -> float:
-        """Seconds to add a weight gradient to the step's sum."""
+        """Seconds to add a weight gradient with `numel` elements to the step's sum."""
         # The sums are float32. If the GEMM adds, its epilogue moves 6 bytes more than a bf16 result's, with no product beside
         # it. A separate pass reads the gradient, and reads and writes the sum, whose elements have as many bytes as the wire's.
         if self.implementation.fused_weight_grad:
@@ -226,7 +227,13 @@ class LayerTimer:
         return self._tp.seconds(wire.bytes, wire.calls) if wire.calls else 0.0
 
     def _beside(self, wire: Wire, products: float, *, pieces: bool) -> float:
-        """Seconds that a collective takes beyond the products that it runs beside."""
+        """Seconds that a collective adds to products that run at the same time.
+
+        Args:
+            wire: the collective's traffic.
+            products: the products' seconds.
+            pieces: the collective runs in pieces, of which the first is exposed.
+        """
         seconds = self._tp_seconds(wire)
         first = seconds / self.sizes.tp if pieces else 0.0
         return first + self.device.beyond(seconds - first, products)
@@ -238,7 +245,7 @@ class LayerTimer:
         return self._beside(wire, forward, pieces=True)
 
     def _backward_tp(self, input_grad: float, weight_grad: float, branches: float) -> tuple[float, float]:
-        """Compute the exposed seconds: (in I, in W)."""
+        """Compute the seconds of tp traffic that a layer's backward exposes: (in the input gradient, in the weight gradient)."""
         wires, how = self._tp_wires.times(branches), self.implementation
         # Two of the four products of each kind belong to column-parallel layers.
         column_input, column_weight = input_grad / 2, weight_grad / 2
@@ -267,19 +274,19 @@ class LayerTimer:
         return link.seconds(wire.bytes, wire.calls) if wire.calls else 0.0
 
     def _ends_wire(self) -> Wire:
-        """Count the traffic of the tp sum after the embedding, or after the head's backward."""
+        """Count the traffic of the sum over tp after the embedding's forward, or after the head's backward."""
         if self.sizes.tp == 1:
             return Wire()
         half = activation_bytes(self.config) * (self.sizes.tp - 1) / self.sizes.tp
         return Wire(half, 1) if self.config.parallel.sequence_parallel else Wire(2 * half, 1)
 
     def _scattered(self, wire: Wire) -> float:
-        """Time the gather in the opposite pass of such a sum; only sequence parallelism has it."""
+        """Time the gather that sequence parallelism adds in the opposite pass of a sum from `_ends_wire`; 0 without it."""
         return self._tp_seconds(wire) if self.config.parallel.cuts_sequence else 0.0
 
 
 def total(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Add several passes' seconds by component."""
+    """Sum the seconds of several passes, component by component."""
     summed: dict[str, float] = {}
     for part in parts:
         for name, seconds in part.items():

@@ -1,9 +1,11 @@
 """Seconds that collectives and messages take on a cluster's links, by their ranks' places.
 
-ring        a rank's wire bytes / bandwidth + steps x latency, wire bytes as in `models/predict/traffic.py`
-in a node   bandwidth: the share of NVLink that collectives reach
-over nodes  a ring crosses each node's edge once per adapter: a group's r ranks on a node use r adapters, so
-            bandwidth = min(NVLink's, r x adapter's / oversubscription)
+A call takes a rank's bytes on the wire (`models/predict/traffic.py`) / bandwidth + latency:
+
+in a node   bandwidth: the share of NVLink's that collectives reach; latency: the device's, for a small collective
+over nodes  a ring leaves each node once per network adapter, and a group's r ranks on a node use r adapters, so
+            bandwidth = min(NVLink's share, r x an adapter's / oversubscription);
+            latency: the device's, and the network's for each further node
 """
 
 from collections import Counter
@@ -46,7 +48,7 @@ class Link:
     call_seconds: float
 
     def seconds(self, wire_bytes: float, calls: float = 1) -> float:
-        """Seconds for `calls` calls that together put each rank's `wire_bytes` on the wire."""
+        """Seconds for `calls` calls in which each rank puts `wire_bytes` bytes in all on the wire."""
         return wire_bytes / self.bytes_per_s + calls * self.call_seconds
 
 
@@ -68,7 +70,7 @@ class Links:
         self._call = device.collective_us * 1e-6
 
     def of_axes(self, *axes: str) -> Link:
-        """Find the link of rank 0's group that spans these axes."""
+        """Find the link between the ranks of rank 0's group over these axes."""
         sizes = self._grid.sizes
         key = ("link", axes, sizes.shape)
         if key not in self._memo:
@@ -81,7 +83,7 @@ class Links:
         return link
 
     def of_group(self, ranks: Sequence[int]) -> Link:
-        """Find a group's link."""
+        """Find the link between these ranks."""
         on_node = Counter(map(self._grid.node, ranks))
         if len(on_node) == 1:
             return Link(self._nvlink, self._call)
@@ -98,7 +100,7 @@ class Links:
         return self.of_group(range(0, sizes.world_size // sizes.pp, sizes.expert_ranks))
 
     def hand_over(self) -> Link:
-        """Find the link between neighbouring pipeline ranks, for a message and not a collective."""
+        """Find the link that a message between neighbouring pipeline ranks uses; its latency is half of a collective's."""
         if self._grid.sizes.pp == 1 or self._grid.node(self._grid.rank(pp=1)) == self._grid.node(0):
             return Link(self._nvlink, self._call / 2)
         return Link(self._network, self._cluster.network_latency_us * 1e-6 + self._call / 2)

@@ -1,6 +1,6 @@
 """Seconds and parameters of pipeline stages; equal stages are counted once.
 
-Layouts that differ only in pp, vpp, dp or the cut between stages have the same layers. A search over such layouts uses one
+Layouts that differ only in pp, vpp, dp or the cut between stages have equally fast layers. A search over such layouts uses one
 `StageTimer` for all of them.
 """
 
@@ -27,11 +27,12 @@ from triaxis.models.predict.terms import recomputed_layers
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of one rank's stages, with their sums. Users must not change them.
+    """Seconds of one or several stages on a rank. Layouts share an instance, so callers must not change it.
 
     Attributes:
-        passes: seconds of F, I and W, each summed over all components.
-        parameters: these stages' parameters on one rank.
+        seconds: seconds by pass and component.
+        passes: seconds of forward, input gradient and weight gradient, each summed over all components.
+        parameters: numbers of the stages' parameters on the rank.
     """
 
     seconds: Seconds
@@ -49,7 +50,7 @@ class Timed:
 
 
 def timer_key(config: Config, sizes: ParallelSizes) -> tuple[object, ...]:
-    """Build the key for what stage times depend on besides layers: layouts with equal keys share a timer."""
+    """Build a key of all settings on which stage times depend, except layers; layouts with equal keys share a timer."""
     parallel, micro = config.parallel, config.train.micro_batch_size
     defers, recompute = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
     ranks = sizes.tp, sizes.cp, sizes.ep, sizes.etp
@@ -57,7 +58,7 @@ def timer_key(config: Config, sizes: ParallelSizes) -> tuple[object, ...]:
 
 
 class StageTimer:
-    """Timer for stages, without what depends on pp and dp; a stage is its layers' sorts and the model's ends."""
+    """Timer for stages that are given as `Contents`; it leaves out what depends on pp and dp, such as gradient reduction."""
 
     def __init__(
         self,

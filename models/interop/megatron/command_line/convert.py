@@ -2,8 +2,8 @@
 
     words -> Parsed -> sections -> Config, checked by all rules -> YAML
 
-An argument that changes training and has no counterpart is refused, unless it is ignored by name. All are reported at once.
-Megatron-LM's defaults are written out.
+An argument that changes training and has no counterpart here is refused, unless `--ignore` names it. All such arguments are
+reported at once. The config also states the values that Megatron-LM uses by default.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ Sections = dict[str, dict[str, Any]]
 
 
 def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignored: Sequence[str] = ()) -> str:
-    """Write YAML for the run that a Megatron-LM command line describes.
+    """Write the config, as YAML text, for the run that a Megatron-LM command line describes.
 
     Args:
         texts: command-line words, or texts with several words each; `@path` is replaced with the words in a file.
         vocab_size: number of tokens in the tokenizer; None takes it from --vocab-size.
-        ignored: names to leave out; they must be unknown or have no counterpart.
+        ignored: names of arguments to leave out; they must be unknown or have no counterpart.
 
     Raises:
         ConfigError: the arguments have problems; all are listed.
@@ -63,7 +63,7 @@ def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignor
 
 
 def _sections(parsed: Parsed, vocab_size: int | None) -> tuple[Sections, list[str]]:
-    """Build config sections and notes for the reader; add problems to `parsed`."""
+    """Build config sections, and notes for the user as comment texts; add problems to `parsed`."""
     notes: list[str] = []
     training = training_fields(parsed, notes)
     sections = {"model": model_fields(parsed, vocab_size), **training}
@@ -73,7 +73,7 @@ def _sections(parsed: Parsed, vocab_size: int | None) -> tuple[Sections, list[st
 
 
 def _broken(sections: Sections) -> list[str]:
-    """List the config rules that the sections break."""
+    """List the problems that config validation finds in the sections."""
     try:
         config = Config.model_validate(sections)
     except ValidationError as error:

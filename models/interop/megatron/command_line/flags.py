@@ -1,11 +1,14 @@
 """Supported Megatron-LM arguments, with their types and defaults.
 
-    tensor-model-parallel-size int 1      a typed value with its default
-    swiglu switch                         true if given
-    disable-bias-linear off @add_bias_linear      false if given, stored under another name
+The tables below have a line for each argument, such as these (left) with their meaning (right):
 
-Names, types and defaults match Megatron-LM core_v0.16.1. `@name` gives the `dest` if it differs from the flag's name. A default
-of `-` means none. Arguments without effect here, and those without a counterpart, have separate tables.
+    tensor-model-parallel-size int 1      an integer, with its default
+    swiglu switch                         true if given
+    disable-bias-linear off @add_bias_linear      false if given; the parsed value has another name, add_bias_linear
+
+Names, types and defaults match Megatron-LM core_v0.16.1. `@name` gives the `dest` if it differs from the argument's name. A typed
+value without a default, or with the default `-`, is None if it is not given. Arguments without effect here (`without_effect.py`),
+and those without a counterpart (`no_counterpart.py`), have separate tables.
 
 Sources: megatron/training/arguments.py, and the TransformerConfig from which Megatron-LM generates further arguments.
 """
@@ -28,7 +31,7 @@ class Flag:
         name: flag without leading dashes.
         kind: type of its value.
         default: value if the flag is not given.
-        dest: name among the parsed arguments.
+        dest: name of the parsed value, as in argparse.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Megatron-LM arguments that change training and have no counterpart here, with the reason.
 
-They are refused by name, all at once, if their value switches something on. `--ignore NAME` leaves an argument out and lists it.
-Supported arguments can also have values without a counterpart (`model_args.py`, `training_args.py`, `other_args.py`).
+If their values switch something on, they are refused, all in one error. `--ignore NAME` leaves an argument out; a comment in the
+config then lists it. Supported arguments can also have values without a counterpart (`model_args.py`, `training_args.py`,
+`other_args.py`).
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from triaxis.engine.config.foreign_names import NOT_BUILT, OF_THE_LAYOUT
 from triaxis.models.interop.megatron.config import OFF_ONLY
 
 Arity = Literal["", "=", "+", "?"]
-"""Number of values an argument takes: none, one, any number, at most one."""
+"""Number of values that follow an argument: "" none, "=" one, "+" any number, "?" at most one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +21,9 @@ class Missing:
     """Argument without a counterpart.
 
     Attributes:
-        arity: number of values it takes.
-        why: the reason, and what to do instead.
-        off: values that leave the feature off.
+        arity: number of values that follow the argument.
+        why: why it has no counterpart, and what to do instead.
+        off: values that leave the argument's feature off, so that it is accepted.
     """
 
     arity: Arity

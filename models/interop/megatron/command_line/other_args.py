@@ -22,14 +22,14 @@ Fields = dict[str, Any]
 
 _CP_METHODS = {"p2p": "auto", "all_gather": "all_gather", "a2a": "ulysses", "a2a+p2p": "auto"}
 _PARTS = {**FOREIGN_VALUES["recompute.modules"], "mlp": "mlp"}
-"""Megatron-LM's recompute modules that are also supported here."""
+"""Megatron-LM's recompute module -> ours, for modules that can be recomputed here too."""
 
 LEGACY_SPLIT = "969, 30, 1"
 """Megatron-LM's default split for --data-path if --split is not given."""
 
 
 def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Build the sections parallel, recompute and offload; add problems and notes."""
+    """Build the sections parallel, recompute and offload; add problems to `parsed`, and notes for the user to `notes`."""
     args = parsed.args
     tp, pp = args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]
     methods = {_CP_METHODS.get(method) for method in args["cp_comm_type"]}
@@ -58,7 +58,7 @@ def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
 
 
 def _stages(parsed: Parsed, pp: int) -> Fields:
-    """Build `vpp`, and `layers_per_stage` if stages differ."""
+    """Build the `parallel` fields `vpp` (chunks per pipeline rank), and `layers_per_stage` if the stages' layers differ."""
     args, problems = parsed.args, parsed.problems
     num_layers = args["num_layers"]
     ways = [
@@ -97,7 +97,10 @@ def _stages(parsed: Parsed, pp: int) -> Fields:
 
 
 def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> Fields:
-    """Build `layers_per_stage` for pipelines whose first and last ranks have a different number of layers."""
+    """Build `layers_per_stage` for pipelines whose two ends have other numbers of layers than the rest.
+
+    `more`: (1 if the embedding counts as a layer of the first stage, 1 if the loss counts as a layer of the last stage), else 0.
+    """
     args = parsed.args
     first, last = args["decoder_first_pipeline_num_layers"], args["decoder_last_pipeline_num_layers"]
     if first is None and last is None:
@@ -124,7 +127,10 @@ def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> 
 
 
 def _listed_stages(parsed: Parsed, pp: int) -> Fields:
-    """Read stages from a layout string: t is a layer, | ends a stage, (..)*n and t*n repeat."""
+    """Build `vpp` and `layers_per_stage` from a layout string.
+
+    t is a layer, E the embedding, m a multi-token prediction layer and L the loss. | separates stages; (..)*n and t*n repeat.
+    """
     given = parsed.args["pipeline_model_parallel_layout"]
     text = re.sub(r"[\s,]", "", given)
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtmL|])\*(\d+)"):
@@ -162,7 +168,10 @@ def _recompute(parsed: Parsed, notes: list[str]) -> Fields:
 
 
 def run_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Build the sections data, checkpoint, telemetry, resilience and runtime; add problems and notes."""
+    """Build data, checkpoint, telemetry, runtime and, if needed, resilience and kernels sections.
+
+    Problems are added to `parsed`, notes for the user to `notes`.
+    """
     args = parsed.args
     sections = {"data": _data(parsed, notes), "checkpoint": _checkpoint(parsed)}
     sections["telemetry"] = {"log_interval": args["log_interval"], "tensorboard": bool(args["tensorboard_dir"])}
@@ -222,7 +231,7 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
 
 
 def _blend(parsed: Parsed, name: str) -> list[dict[str, Any]]:
-    """Build data sources from (weight, path) words; several corpora without weights are a problem."""
+    """Build data sources from the argument's words: weight, path, weight, path ..; or one path. All else is a problem."""
     words = parsed.args[name]
     if len(words) == 1:
         return [{"path": words[0]}]

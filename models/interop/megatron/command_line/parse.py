@@ -38,12 +38,12 @@ class Parsed:
     """Parsed Megatron-LM command line.
 
     Attributes:
-        args: the supported arguments as Megatron-LM's parser would set them, defaults included.
-        given: names that were given, without leading dashes, in order.
-        without_effect: given names without effect here, by topic.
-        missing: name -> why the feature it switches on has no counterpart; `model_args.py` and others add to it.
-        read: given names that are supported here.
-        problems: problems with the words.
+        args: values of all supported arguments, by `Flag.dest`, as Megatron-LM's parser would set them, defaults included.
+        given: names of the arguments that were given, without leading dashes, in order.
+        without_effect: topic -> names of given arguments that have no effect here.
+        missing: name of an argument -> why its feature has no counterpart here; `model_args.py` and others add to it.
+        read: names of given arguments that are supported here.
+        problems: problems with the command line, as sentences.
     """
 
     args: dict[str, Any]
@@ -54,7 +54,7 @@ class Parsed:
     problems: list[str] = field(default_factory=list)
 
     def lacks(self, name: str, why: str) -> None:
-        """Record that the feature switched on by argument `name` has no counterpart."""
+        """Record that the feature that the argument `name` switches on has no counterpart here, and why; the first reason stays."""
         self.missing.setdefault(name, why)
 
 
@@ -64,7 +64,7 @@ def is_argument(name: str) -> bool:
 
 
 def words_of(texts: Sequence[str]) -> list[str]:
-    """Split texts into words as a shell does; `@path` is replaced with the words in a file.
+    """Split texts into words as a shell does; a word `@path` is replaced with the words in that file.
 
     A file's lines may end in a backslash, and `#` starts a comment.
 
@@ -91,11 +91,11 @@ def words_of(texts: Sequence[str]) -> list[str]:
 
 
 def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
-    """Parse the words of a command line.
+    """Parse the words of a command line; problems are collected in the result.
 
     Args:
         words: words from `words_of`; those up to and including pretrain_gpt.py are skipped.
-        ignored: names to skip with all their values, without leading dashes.
+        ignored: names of arguments, without leading dashes, that are skipped with all their values if they are not supported.
     """
     parsed = Parsed({flag.dest: flag.default for flag in FLAGS.values()})
     values: dict[str, list[str]] = {}
@@ -208,10 +208,11 @@ def _value(flag: Flag, found: list[str]) -> Any:
 
 
 def pattern(text: str) -> int | list[int]:
-    """Evaluate an integer, or a list expression with sums and multiples.
+    """Evaluate an integer, or a list expression with sums and multiples, such as ([0]*3+[1])*4; no other Python is accepted.
 
     Raises:
-        ValueError, SyntaxError: the text is no such expression, or the list has more than `MOST_LISTED` entries.
+        ValueError: the text is another expression, or the list has more than `MOST_LISTED` entries.
+        SyntaxError: the text is not a Python expression.
     """
     made: int | list[int] = _evaluated(ast.parse(text.strip(), mode="eval").body)
     return made
@@ -258,7 +259,7 @@ def _wrong_number(name: str, arity: Arity, found: list[str]) -> list[str]:
 
 
 def _is_off(missing: Missing, found: list[str]) -> bool:
-    """Whether the value leaves the feature off."""
+    """Whether the given values leave the argument's feature off."""
     if len(found) != 1 or not missing.off:
         return False
     numbers = [value for value in missing.off if not isinstance(value, str | bool)]

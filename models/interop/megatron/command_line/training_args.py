@@ -1,5 +1,7 @@
 """Convert a Megatron-LM command line's batch, optimizer and precision arguments to config sections.
 
+Arguments are on the left, the config sections built from them on the right; (..) is the module that converts them:
+
 --train-iters, or --train-samples          train: {steps}, or {tokens}
 --lr-decay-style, --lr-warmup-samples ..   optimizer: {lr_schedule, warmup_tokens, ..}           (../schedule.py)
 --lr, --adam-beta2 ..                      optimizer                                             (../config.py)
@@ -30,7 +32,10 @@ _PAIRS = (
 
 
 def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Build the sections train, eval, optimizer and precision from the arguments given; add problems and notes."""
+    """Build the sections train, optimizer, precision and, if asked for, eval; {} if there are problems.
+
+    Problems are added to `parsed`, notes for the user to `notes`.
+    """
     args = dict(parsed.args)
     for one, other in _PAIRS:
         if args[one] and args[other]:
@@ -87,7 +92,7 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
 
 
 def _units_agree(parsed: Parsed, args: Fields) -> None:
-    """Add a problem for each schedule length that is in a different unit than the run's length."""
+    """Add a problem for each length of the schedule that is in samples while the run's length is in iterations, or vice versa."""
     if args["train_iters"] and args["train_samples"]:
         return
     unit, other = ("iters", "samples") if args["train_iters"] else ("samples", "iters")

@@ -1,6 +1,8 @@
 """Megatron-LM arguments that do not affect training here, by topic.
 
-    name      a switch        name+     any number of values
+The character after a name says how many values follow the argument:
+
+    name      none: a switch  name+     any number of values
     name=     one value       name?     at most one value
 
 Layout, overlap and kernel settings change results only by rounding. A setting for an optional feature has no effect by itself: the
