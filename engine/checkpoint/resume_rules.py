@@ -84,7 +84,7 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
-    """Copy the saved run's choice of what the sequence loss counts into `config`, unless `checkpoint.accept` names that field.
+    """Return `config` with the saved run's `model.moe.balance.sequence_counts`, unless `checkpoint.accept` names that field.
 
     Args:
         there: the saved run's configuration, as JSON.

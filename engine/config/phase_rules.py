@@ -1,4 +1,4 @@
-"""The rules for a run's phases."""
+"""Configuration rules for phases: their names, their ends, and settings that rule out several phases."""
 
 from collections.abc import Iterator
 

@@ -38,7 +38,7 @@ class VocabularyLogits:
         return cls(accumulate(logits[..., : max(vocab_size - first, 0)]), axis, first, vocab_size)
 
     def sum(self, columns: torch.Tensor) -> torch.Tensor:
-        """Sum values over the whole vocabulary, one value per column: this rank's [s, b, v] -> [s, b]."""
+        """Sum over the whole vocabulary, on all tp ranks: this rank's `columns` [s, b, v] -> [s, b]."""
         total: torch.Tensor = _SumOfRanks.apply(columns.sum(-1), self.axis)
         return total
 

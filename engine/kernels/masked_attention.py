@@ -41,7 +41,8 @@ class Mask:
     Attributes:
         window: number of keys that a query sees, its own included; None for all keys up to its own.
         documents: documents in the keys' rows; None if each row is one document.
-        part: queries' place in the keys' rows; None if the queries are at the last positions (all, or one).
+        part: queries' place in the keys' rows (context parallelism); None if they are the rows' last positions: every position in
+            training, only the newest one in generation.
     """
 
     window: int | None = None

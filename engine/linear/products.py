@@ -57,7 +57,7 @@ class FusedWeights:
     """
 
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
-        """Take the members and the width of their matrices; None for vectors (biases)."""
+        """Take the members and their matrices' width; the width is None for biases, which are vectors."""
         self.members = tuple(members)
         self.values = Matrices(self.members, "value", in_features)
         self._main_grads = Matrices(self.members, "main_grad", in_features)

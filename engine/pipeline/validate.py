@@ -94,7 +94,10 @@ def rules_for(receives: Receives, opened: Collection[Connection]) -> Rules:
 
 
 def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list[tuple[Rules, str, str]]:
-    """List ever stricter rules, each with the cause of the deadlocks that it is the first to find, and the remedy."""
+    """List sets of rules, each stricter than the one before it.
+
+    With each: the cause of a deadlock that no earlier set finds, and the remedy.
+    """
     explained = [
         (
             Rules(),

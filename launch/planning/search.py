@@ -420,7 +420,10 @@ class _Waiting:
 
 
 def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
-    """List the pairs (ep, etp) with which whole sets of experts fill a stage's tp x `others` ranks; (1, 1) for a dense model."""
+    """List the pairs (ep, etp) whose product divides a stage's tp x `others` ranks, where `others` is cp x dp.
+
+    Each set of experts is then whole. A dense model has (1, 1) alone.
+    """
     moe = config.model.moe
     if moe is None:
         return [(1, 1)]

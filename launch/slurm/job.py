@@ -86,7 +86,10 @@ def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -
 
 
 def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks' environment, with their meeting place and a container's Python."""
+    """Return the environment for the ranks: `variables`, and what they lack.
+
+    That is MASTER_ADDR on several nodes, and TRIAXIS_PYTHON in a container.
+    """
     environment = dict(variables)
     if not variables.get("MASTER_ADDR") and len(job.nodes) > 1 and (address := _node_address(job.nodes[0])):
         environment["MASTER_ADDR"] = address

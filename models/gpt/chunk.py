@@ -190,7 +190,11 @@ def _run(blocks: Sequence[Block], x: torch.Tensor, *, positions: Positions, keys
 
 
 def _run_own(blocks: Sequence[nn.Module], x: torch.Tensor, *, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-    """Run an extension's blocks. No block computes the next block's first norm, since the next may change its input before it."""
+    """Run an extension's blocks.
+
+    Each block computes its own first norm, because it may change its input before that norm; so the norm cannot be fused into the
+    block before.
+    """
     for block in blocks:
         x = block(x, positions, keys)
     return x

@@ -102,7 +102,7 @@ class UnorderedUse(NamedTuple):
     """Two unordered operators that use the same bytes [start, stop) in a region, at least one of them writing.
 
     Attributes:
-        first: the earlier of the two.
+        first: the operator that was posted first; the other one is the caller's.
         first_writes: whether the earlier one writes.
     """
 

@@ -1,4 +1,7 @@
-"""The files shared with an adapter: its inputs, and its ranks' reports."""
+"""The files exchanged with an adapter, the script that runs another engine for `triaxis verify --subject`.
+
+We write its inputs; its ranks write reports.
+"""
 
 import json
 from collections import Counter

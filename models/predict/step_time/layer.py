@@ -56,7 +56,7 @@ class Seconds:
 
 
 class LayerTimer:
-    """Timer for layers and the model's ends, in one layout on one cluster."""
+    """Predicts the seconds of layers, the embedding and the head, in one layout on one cluster."""
 
     def __init__(
         self, config: Config, sizes: ParallelSizes, device: Device, links: Links, implementation: Implementation
