@@ -62,9 +62,9 @@ class ExtensionConfig(Section):
 
     @property
     def lines(self) -> list[str]:
-        """One line that names the provided parts, and a second line if measured costs or a reason for having none are known.
+        """One line that names the provided parts, and a second with their measured costs or with why these are unknown.
 
-        `with_costs` attaches both. Parts that cost as much as built-in ones have no second line.
+        There is no second line before `with_costs` attaches either, or if the parts cost as much as built-in ones.
         """
         return [str(self), *([str(self._costs)] if self._costs != NO_COSTS else [])]
 

@@ -95,7 +95,7 @@ def batch_plan(config: "Config", dp: int) -> BatchPlan:
 
 
 def planned_steps(config: "Config") -> int | None:
-    """Number of optimizer steps in the run; None if its length is not given, or given twice."""
+    """Number of optimizer steps in the run; None unless exactly one of steps, tokens and phases gives its length."""
     phases = run_phases(config)
     return phases[-1].end_step if phases else None
 

@@ -88,7 +88,10 @@ class ExpertLoad:
         return world.all_reduce(self._counts, f"{EXPERTS} load")
 
     def update(self, counts: torch.Tensor, skip: torch.Tensor) -> None:
-        """Move the biases by the counts [layers, E] over the global batch, unless `skip`, a bool on the device, is true."""
+        """Move each bias up or down by the rate, as the counts [layers, E] over the global batch ask.
+
+        Nothing moves if `skip`, a bool on the device, is true.
+        """
         if not self._rate:
             return
         for router in self._routers.values():

@@ -27,7 +27,7 @@ def explicit_attention(
     The shapes are q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
     Args:
-        q, k, v: operands; the queries are at the last s of s_k positions, or at the mask's part.
+        q, k, v: operands; the queries are at the positions in `mask.part`, or, if that is None, at the last s of s_k.
         mask: restriction on the visible keys beyond causality.
         scale, softcap, sinks: same as in `triaxis.engine.kernels.attention.attention`.
         drop: dropout on the probabilities.

@@ -13,9 +13,9 @@ from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """Build a schedule with forwards only, on stages placed as in training.
 
-    In a loop, microbatches go through a rank's chunks in groups of pp, as in interleaved 1F1B. In a V on p ranks, microbatch i
-    starts on stage s at slot 2 i + s. A rank's stages, s and 2 p - 1 - s, never need the same slot. So a rank waits only before its
-    first and after its last action.
+    If the placement is a loop, microbatches go through a rank's chunks in groups of pp, as in interleaved 1F1B. If it is a V,
+    microbatch i starts on stage s at slot 2 i + s. A rank's two stages, s and 2 pp - 1 - s, never need the same slot, so a rank
+    waits only before its first and after its last action.
     """
 
     def turn(rank: int, action: Action) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""Data that is not on this machine: URLs given instead of a path, and pointer files (Git LFS) that stand for large files."""
+"""Recognizes data that is not on this machine, and explains how to get it; nothing is downloaded.
+
+Such data are URLs in place of a path, and pointer files (Git LFS) that stand for large files.
+"""
 
 import os
 import re

@@ -31,7 +31,7 @@ class StepReport:
         exit_codes: nonzero exit codes of tasks that ended by themselves, by task.
         ended: tasks that srun has named.
         first: tasks in srun's first message about a bad end.
-        step: identifier of the step that srun ends, for `scancel`; "" before it does.
+        step: identifier of the step that srun ends, for `scancel`; "" until srun says that it ends the step.
     """
 
     nodes: Sequence[str]

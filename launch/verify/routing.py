@@ -53,7 +53,7 @@ class Routings:
                     self._follow(module, is_reference=folder is None)
 
     def reports(self) -> tuple[RoutingReport, ...]:
-        """Comparisons so far, by step and layer."""
+        """Comparisons so far, one per step and layer."""
         return tuple(self._reports.values())
 
     def write(self, folder: Path) -> None:

@@ -202,9 +202,10 @@ def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, l
 
 
 def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *, is_last_use: bool) -> tuple[int, int]:
-    """Count two numbers of bytes: a layer's tensors for deferred weight gradients, and its backward's peak over what it kept.
+    """Count a layer's tensors that wait for deferred weight gradients, in bytes, and how far its backward exceeds its forward.
 
-    From the last GEMM to the first, each GEMM's operands are added, and what the layer kept before that GEMM is freed. An input
+    The second number is the most memory during the backward, less what the forward kept. From the last GEMM to the first, each
+    GEMM's operands are added, and what the layer kept before that GEMM is freed. An input
     that the layer kept anyway adds nothing; a recomputed input adds its bytes. A rotation table is freed at its last use in a
     stage (`is_last_use`).
     """

@@ -97,7 +97,7 @@ def deferred_latents(config: Config, at: Sizes, mla: MLAConfig) -> list[Term]:
 
 
 def _keeps_gathered(config: Config, at: Sizes) -> bool:
-    """Whether the query product's input is kept as gathered over tp."""
+    """Whether the query product's input is kept whole, as gathered over tp, and not as a shard."""
     return config.recompute.gathered_inputs == "keep" and at.shard != 1
 
 

@@ -218,7 +218,7 @@ class Manifest(_Record):
 
     @property
     def optimizer(self) -> OptimizerName:
-        """Optimizer whose state is saved. If the configuration names none, it is AdamW, once the only optimizer."""
+        """Optimizer whose state is saved. Older configurations name none: then it is AdamW, the only one there was."""
         name: OptimizerName = self.config.get("optimizer", {}).get("name", "adamw")
         return name
 

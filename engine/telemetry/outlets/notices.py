@@ -1,4 +1,4 @@
-"""Notices about checkpoints and trouble: events, and lines on rank 0; called on every rank.
+"""Notices about checkpoints and trouble: events, and lines on rank 0. Every rank calls them.
 
 They implement the notice protocols in `triaxis.engine.checkpoint.saving` and `triaxis.engine.resilience.guard`.
 """

@@ -136,7 +136,7 @@ def local_counts(
 
 
 def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
-    """Round shares summed over all ranks to whole numbers."""
+    """Round each module's share, summed over all ranks, to a whole number."""
     return {module: round(value) for module, value in sums.items()}
 
 

@@ -210,9 +210,9 @@ class StepTally:
         self._pipeline.append(way)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List the mean seconds per step by span, the median compute time and, unless `num_actions` is 0, each step's numbers.
+        """List the mean seconds per step by span and the median compute seconds, then `PipelineStep.numbers` of each step.
 
-        The list is equally long on every rank.
+        Those are padded to `num_actions` actions, or left out if it is 0, so that the list is equally long on every rank.
         """
         spans = [self._seconds[span] / len(self.steps) for span in SPANS]
         steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
