@@ -140,7 +140,7 @@ def build(
     replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.optional_axis(name))}
     reduce_axes = {name: axis for name in REDUCE_AXES if (axis := topology.optional_axis(name))}
     buffers = GradBuffers(layouts, parameters, config.precision, topology.device, reduce_axes, replica_axes)
-    fill(parameters.values(), config.train.seed)
+    buffers.write(parameters, lambda some: fill(some, config.train.seed))
 
     activation_shape = (local_seq_length(config), config.train.micro_batch_size, model.hidden_size)
     return Engine(

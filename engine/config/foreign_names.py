@@ -25,6 +25,9 @@ FOREIGN_NAMES = {
     "num_layers_per_virtual_pipeline_stage": "parallel.vpp (a number of chunks, not of layers)",
     "data_parallel_size": "parallel.dp",
     "zero_stage": "parallel.zero",
+    "fsdp": "parallel.zero=3",
+    "use_megatron_fsdp": "parallel.zero=3",
+    "use_torch_fsdp2": "parallel.zero=3",
     "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.etp",
@@ -312,9 +315,6 @@ ALWAYS_ON = {
 
 NOT_BUILT = {
     "fp4": "FP4",
-    "fsdp": "sharded parameters (ZeRO-3)",
-    "use_megatron_fsdp": "sharded parameters (ZeRO-3)",
-    "use_torch_fsdp2": "sharded parameters (ZeRO-3)",
     "cpu_offload": "optimizer state in host memory",
     "optimizer_cpu_offload": "optimizer state in host memory",
     "cuda_graphs": "CUDA graphs",

@@ -182,6 +182,16 @@ def fp8_gradients_are_whole(subject: Subject) -> Iterator[Problem]:
         )
 
 
+def fp8_copies_are_whole(subject: Subject) -> Iterator[Problem]:
+    if subject.config.precision.fp8 is not None and subject.config.parallel.zero > 2:
+        yield subject.problem(
+            "parallel.zero",
+            "must be at most 2 with precision.fp8: every rank keeps FP8 copies of all its weights, 2 bytes each, so cutting the "
+            "weights would save nothing",
+            {"parallel.zero": [2], "precision.fp8": [None]},
+        )
+
+
 def fp8_scales_are_not_made_twice(subject: Subject) -> Iterator[Problem]:
     config, fp8 = subject.config, subject.config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS or config.parallel.cp == 1 or "mlp" not in config.recompute.parts:
@@ -305,6 +315,7 @@ FP8_RULES: tuple[Rule, ...] = (
     fp8_backend_has_the_recipe,
     fp8_shapes_fit,
     fp8_gradients_are_whole,
+    fp8_copies_are_whole,
     fp8_scales_are_not_made_twice,
     fp8_gathers_what_is_one_tensor,
     fp8_shares_are_of_fp8,

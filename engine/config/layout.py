@@ -38,8 +38,9 @@ class ParallelConfig(Section):
     dp: int | None = Field(
         None, gt=0, le=MOST_RANKS, description="data parallel replicas; null: world size / (tp cp pp)"
     )
-    zero: Literal[1, 2] = Field(
-        1, description="what dp x cp ranks share: 1: the optimizer's state; 2: main grads of layers too (ZeRO-2)"
+    zero: Literal[1, 2, 3] = Field(
+        1,
+        description="dp x cp ranks share 1: the optimizer's state; 2: layers' main grads too; 3: and weights",
     )
     cp: int = Field(
         1, gt=0, le=MOST_RANKS, description="context parallel: the tokens of each sample are cut over cp ranks"

@@ -92,10 +92,11 @@ def state_rows(
     """
     run, wide = precision.dtype, wide_dtype(precision.dtype)
     # Untrained values are changed in small steps by a rule of their own. They have no wide master, so they are wide.
-    weight = StateRow(WEIGHT, run if key.is_trained else wide, is_cut=False)
+    has_cut_weights = key.cut == "parameters"
+    weight = StateRow(WEIGHT, run if key.is_trained else wide, has_cut_weights, has_slots=has_cut_weights)
     rows = [weight]
     if key.is_trained:
-        is_cut = key.cut == "gradients"
+        is_cut = key.cut != "state"
         rows.append(StateRow(MAIN_GRAD, main_grad_dtype(precision), is_cut, has_slots=is_cut))
     if key.is_updated:
         stored: dict[StateKind, StoredDtype] = {

@@ -17,12 +17,14 @@ part is therefore summed, counted and clipped as a whole, and all replicas cut i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from triaxis.engine.layout.shard_spec import ParamRecord, ReduceAxis, ReplicaAxis, Update
 
-Cut = Literal["state", "gradients"]
-"""The optimizer's state alone (ZeRO-1), or main grads too (ZeRO-2)."""
+Cut = Literal["state", "gradients", "parameters"]
+"""The optimizer's state alone (ZeRO-1), main grads too (ZeRO-2), or weights too (ZeRO-3)."""
+
+_CUTS: tuple[Cut, ...] = get_args(Cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,8 @@ class BufferKey:
                 backward computes all of its own.
             owners: number of ranks of `reduce_over`; one rank has nothing to cut.
         """
-        is_cut = zero > 1 and owners > 1 and record.spec.is_layer_matrix
-        return cls(
-            record.replicas, record.sum_over, record.reduce_over, record.update, "gradients" if is_cut else "state"
-        )
+        cut = _CUTS[zero - 1] if owners > 1 and record.spec.is_layer_matrix else "state"
+        return cls(record.replicas, record.sum_over, record.reduce_over, record.update, cut)
 
     @property
     def is_trained(self) -> bool:

@@ -73,7 +73,7 @@ class FusedWeights:
         """Wait for all-gathers in flight; return the weights as matrices [rows, in] (biases: vectors [rows]), neighbours joined."""
         for member in self.members:
             bucket = member.bucket
-            if bucket is not None and bucket.gathering is not None:
+            if bucket is not None and not bucket.is_complete:
                 bucket.complete()
         return self.values.now()
 

@@ -55,7 +55,7 @@ class OwnedBucket:
 
     @property
     def parameters(self) -> torch.Tensor:
-        return self.buffer.parameters[slice(*self.bucket.owned)]
+        return self.bucket.owned_weights
 
     def runs(self, config: OptimizerConfig) -> Sequence[Run]:
         """List the owned parameter elements as (slice, update rule), in as few runs as possible."""
@@ -120,7 +120,7 @@ class DistributedOptimizer:
                         bucket=bucket,
                         # A master for every parameter, even if nothing is updated: checkpoints are written from masters.
                         state=OptimizerState(
-                            buffer.parameters[start:stop],
+                            bucket.owned_weights,
                             self.state_kinds if buffer.is_updated else (MASTER,),
                             state_rows(buffer.layout.key, precision, self.state_kinds),
                         ),

@@ -26,6 +26,7 @@ from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
 from triaxis.engine.config.state_plan import MAIN_GRAD, NUM_SLOTS, WEIGHT, StateRow, state_rows
 from triaxis.engine.config.training import PrecisionConfig
 from triaxis.engine.kernels.weight_grad import add
+from triaxis.engine.layout.gather_order import GatherOrder
 from triaxis.engine.layout.param_layout import BucketLayout, BufferLayout
 from triaxis.engine.layout.shard_spec import ReduceAxis
 from triaxis.engine.numerics.precision import DTYPES, STORED_DTYPES
@@ -54,6 +55,48 @@ class Slot:
             self.sending = None
 
 
+class WeightSlots:
+    """Two places for the weights of the buckets in use, where a rank keeps only its own part of them (ZeRO-3).
+
+    The first use of a bucket waits for its gather and posts the one of the bucket that follows. That gather overwrites a bucket
+    whose last use was posted before, so the order of the streams keeps it safe.
+
+    Args:
+        buckets: the buffer's buckets, each with its slot's memory.
+        slots: number of slots.
+    """
+
+    def __init__(self, buckets: "Sequence[Bucket]", slots: int) -> None:
+        self._buckets = buckets
+        self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
+        self._order = GatherOrder(len(buckets), slots)
+        self._held: list[Bucket | None] = [None] * slots
+        self._used: Bucket | None = None
+
+    def use(self, bucket: "Bucket") -> None:
+        """Make a bucket's weights complete until another one of the buffer is used."""
+        for number in self._order.use(self._numbers[id(bucket)]):
+            gathered, slot = self._buckets[number], number % len(self._held)
+            held, self._held[slot] = self._held[slot], gathered
+            if held is not None:
+                # A gather that nobody used may still write here.
+                held.wait_for_gather()
+            gathered.post_gather()
+        bucket.wait_for_gather()
+        if self._used is not None:
+            self._used.is_complete = False
+        bucket.is_complete, self._used = True, bucket
+
+    def clear(self) -> None:
+        """Drop the gathered weights, which an update has changed."""
+        for bucket in self._buckets:
+            bucket.wait_for_gather()
+            bucket.is_complete = False
+            bucket.version += 1
+        self._order.clear()
+        self._used = None
+
+
 @dataclass
 class Bucket:
     """A buffer range whose gradients are reduced in one call, and whose parameters are gathered in one.
@@ -64,26 +107,32 @@ class Bucket:
     Attributes:
         owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
         owners: axis whose ranks own a part each.
-        parameters: flat tensor of the whole buffer.
+        weights: weights of the bucket [stop - start], a part of the buffer's or of a slot.
+        owned_weights: weights of the owned part: a part of `weights` unless there are slots.
         grads: main grads of the bucket [stop - start], a part of the buffer's or of the slot.
         owned_grads: main grads of the owned part, whole after `GradBuffers.finish`: a part of `grads` unless there is a slot.
-        slot: scratch memory that the bucket shares with others; None: `grads` are its own.
+        slot: scratch memory for main grads that the bucket shares with others; None: `grads` are its own.
+        weight_slots: places for weights that the bucket shares with others; None: `weights` are its own.
         expected: number of gradients of each parameter in a round; only parameters that get gradients.
         missing: number of gradients that each parameter still expects in this round.
         num_missing: sum of `missing`; 0 between rounds.
         rounds_left: number of rounds of this step that have not begun.
         has_sum: whether `owned_grads` have a sum of this step; only with a slot.
         reducing, gathering: reduce-scatter and all-gather in flight, or None.
-        version: number of gathers of the parameters.
+        is_complete: whether `weights` are complete now.
+        stays: whether complete weights stay so until the next update: not in a slot.
+        version: number of changes of the weights.
     """
 
     layout: BucketLayout
     owned: tuple[int, int]
     owners: Axis
-    parameters: torch.Tensor
+    weights: torch.Tensor
+    owned_weights: torch.Tensor
     grads: torch.Tensor
     owned_grads: torch.Tensor
     slot: Slot | None = None
+    weight_slots: WeightSlots | None = None
     expected: dict[ShardedParameter, int] = field(default_factory=dict)
     missing: dict[ShardedParameter, int] = field(default_factory=dict)
     num_missing: int = 0
@@ -92,6 +141,8 @@ class Bucket:
     on_grad: OnGrad | None = None
     reducing: Pending | None = None
     gathering: Pending | None = None
+    is_complete: bool = True
+    stays: bool = True
     version: int = 0
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
@@ -155,17 +206,33 @@ class Bucket:
 
     def gather(self) -> None:
         """Post the all-gather for the updated parameters."""
-        start, stop = self.owned
-        self.gathering = self.owners.all_gather(
-            self.parameters[start:stop], "parameters", out=self.parameters[self.layout.start : self.layout.stop]
-        )
+        self.post_gather()
         self.version += 1
+        self.is_complete = False
 
     def complete(self) -> None:
+        """Wait for the weights; in slots they are complete until another bucket of the buffer is used."""
+        if self.weight_slots is None:
+            self.wait_for_gather()
+            self.is_complete = True
+        else:
+            self.weight_slots.use(self)
+
+    def post_gather(self) -> None:
+        """Post the all-gather of the owned parts into `weights`."""
+        self.gathering = self.owners.all_gather(self.owned_weights, "parameters", out=self.weights)
+
+    def wait_for_gather(self) -> None:
         """Wait for the all-gather in flight, if there is one."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+
+    def keep_weights(self) -> None:
+        """Keep the owned part of `weights`, which were written from outside."""
+        if self.weight_slots is not None:
+            start, stop = self.owned
+            self.owned_weights.copy_(self.weights[start - self.layout.start : stop - self.layout.start])
 
 
 @dataclass
@@ -173,23 +240,24 @@ class FlatBuffer:
     """The tensors of one buffer.
 
     Attributes:
-        parameters: flat tensor [layout.numel].
-        grads: tensors that hold the main grads: one [layout.numel]; or the owned parts [layout.numel / owners] and the slots;
-            none of untrained parameters.
+        weights: tensors that hold the weights: one [layout.numel]; or the owned parts [layout.numel / owners] and the slots.
+        grads: tensors that hold the main grads, likewise; none for untrained parameters.
         reduce_axis: axis whose ranks own a part of each bucket.
         sum_axis: axis over which reduced gradients are still partial sums; None: they are whole.
         replica_index: this rank's index among those that hold the same parameters.
         is_updated: whether the optimizer changes the parameters: they are trained, and not frozen.
+        weight_slots: places for the weights in use; None: all weights are here.
     """
 
     layout: BufferLayout
-    parameters: torch.Tensor
+    weights: Sequence[torch.Tensor]
     grads: Sequence[torch.Tensor]
     buckets: list[Bucket]
     reduce_axis: Axis
     sum_axis: Axis | None
     replica_index: int
     is_updated: bool
+    weight_slots: WeightSlots | None
 
 
 class GradBuffers:
@@ -224,25 +292,27 @@ class GradBuffers:
         for layout in layouts:
             key, owners = layout.key, reduce_axes[layout.key.reduce_over]
             rows = state_rows(key, precision)
-            values = torch.zeros(layout.numel, dtype=STORED_DTYPES[rows[WEIGHT].dtype], device=device)
-            grads = [] if MAIN_GRAD not in rows else _main_grads(layout, rows[MAIN_GRAD], owners, device)
+            weights = _tensors(layout, rows[WEIGHT], owners, device)
+            grads = _tensors(layout, rows[MAIN_GRAD], owners, device) if MAIN_GRAD in rows else []
+            buckets = _buckets(layout, owners, weights, grads)
             buffer = FlatBuffer(
                 layout=layout,
-                parameters=values,
+                weights=weights,
                 grads=grads,
-                buckets=_buckets(layout, owners, values, grads),
+                buckets=buckets,
                 reduce_axis=owners,
                 sum_axis=None if key.sum_over is None else axes[key.sum_over],
                 replica_index=0 if key.replicas is None else axes[key.replicas].index,
                 is_updated=key.is_updated,
+                weight_slots=buckets[0].weight_slots,
             )
             self.buffers.append(buffer)
             for bucket in buffer.buckets:
                 for entry in bucket.layout.entries:
                     parameter, shape = parameters[entry.record.name], entry.record.local_shape
-                    value = values[entry.start : entry.stop].view(shape)
+                    place = slice(entry.start - bucket.layout.start, entry.stop - bucket.layout.start)
+                    value = bucket.weights[place].view(shape)
                     if key.is_trained:
-                        place = slice(entry.start - bucket.layout.start, entry.stop - bucket.layout.start)
                         parameter.bind(value, bucket.grads[place].view(shape), bucket)
                         bucket.expected[parameter] = 0
                     else:
@@ -279,9 +349,13 @@ class GradBuffers:
     def gather(self, *, untrained: bool = False) -> None:
         """Post the all-gathers for updated parameters, in the order in which the forward needs them.
 
-        With `untrained`, the others are gathered too: those that are frozen, and those that every rank changes alike.
+        With `untrained`, the others are gathered too: those that are frozen, and those that every rank changes alike. Weights in
+        slots are dropped instead, and gathered at their next use.
         """
         for buffer in self.buffers:
+            if buffer.weight_slots is not None:
+                buffer.weight_slots.clear()
+                continue
             if not (buffer.is_updated or untrained):
                 continue
             # Buckets lie in backward order, the last layer first.
@@ -289,13 +363,37 @@ class GradBuffers:
                 bucket.gather()
 
     def wait_all(self) -> None:
-        """Complete every parameter, before something else reads it: when validation ends or a checkpoint begins."""
+        """Complete every parameter that is not in a slot before something else reads it, such as a checkpoint."""
         for bucket in self.buckets:
+            if bucket.weight_slots is None:
+                bucket.complete()
+
+    def write(
+        self, parameters: Mapping[str, ShardedParameter], write: Callable[[list[ShardedParameter]], None]
+    ) -> None:
+        """Write values into parameters from outside; every rank calls it.
+
+        Args:
+            parameters: this rank's parameters by name.
+            write: function that writes the values of some parameters, all at once or bucket by bucket.
+        """
+        at_once: list[ShardedParameter] = []
+        for bucket in self.buckets:
+            mine = [parameters[entry.record.name] for entry in bucket.layout.entries]
+            if bucket.weight_slots is None:
+                at_once += mine
+                continue
             bucket.complete()
+            write(mine)
+            bucket.keep_weights()
+        write(at_once)
+        for buffer in self.buffers:
+            if buffer.weight_slots is not None:
+                buffer.weight_slots.clear()
 
 
-def _main_grads(layout: BufferLayout, row: StateRow, owners: Axis, device: torch.device) -> list[torch.Tensor]:
-    """Allocate a buffer's main grads (`FlatBuffer.grads`)."""
+def _tensors(layout: BufferLayout, row: StateRow, owners: Axis, device: torch.device) -> list[torch.Tensor]:
+    """Allocate a kind of a buffer's state: one flat tensor, or the owned parts and the slots."""
     lengths = [layout.numel]
     if row.is_cut:
         lengths = [layout.numel // owners.size, *layout.slot_numels(NUM_SLOTS)]
@@ -303,21 +401,36 @@ def _main_grads(layout: BufferLayout, row: StateRow, owners: Axis, device: torch
     return [torch.zeros(numel, dtype=STORED_DTYPES[row.dtype], device=device) for numel in lengths]
 
 
-def _buckets(layout: BufferLayout, owners: Axis, values: torch.Tensor, grads: Sequence[torch.Tensor]) -> list[Bucket]:
-    """Build a buffer's buckets over its flat tensors."""
-    buckets = []
+def _buckets(
+    layout: BufferLayout, owners: Axis, weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> list[Bucket]:
+    """Build a buffer's buckets over its tensors."""
     slots = [Slot(scratch) for scratch in grads[1:]]
+    buckets = []
     for number, bucket in enumerate(layout.buckets):
         owned = bucket.owned(owners.size, owners.index)
-        slot, mine, whole = None, values[:0], values[:0]
-        if slots:
-            slot = slots[number % len(slots)]
-            whole = slot.grads[: bucket.stop - bucket.start]
-            mine = grads[0][bucket.start // owners.size : bucket.stop // owners.size]
-        elif grads:
-            whole, mine = grads[0][bucket.start : bucket.stop], grads[0][slice(*owned)]
-        buckets.append(Bucket(bucket, owned, owners, values, whole, mine, slot))
+        places = [_places(bucket, owned, owners.size, tensors, number) for tensors in (weights, grads)]
+        slot = slots[number % len(slots)] if slots else None
+        buckets.append(Bucket(bucket, owned, owners, *places[0], *places[1], slot))
+    if weights[1:]:
+        in_slots = WeightSlots(buckets, len(weights[1:]))
+        for each in buckets:
+            each.weight_slots, each.is_complete, each.stays = in_slots, False, False
     return buckets
+
+
+def _places(
+    bucket: BucketLayout, owned: tuple[int, int], owners: int, tensors: Sequence[torch.Tensor], number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a bucket's whole elements [stop - start] and its owned ones, in a kind's tensors; empty if there are none."""
+    if not tensors:
+        return torch.empty(0), torch.empty(0)
+    flat, *slots = tensors
+    if not slots:
+        return flat[bucket.start : bucket.stop], flat[slice(*owned)]
+    return slots[number % len(slots)][: bucket.stop - bucket.start], flat[
+        bucket.start // owners : bucket.stop // owners
+    ]
 
 
 def _late(bucket: Bucket) -> list[str]:

@@ -116,7 +116,7 @@ class _Watch:
         engine = self._engine
         engine.buffers.wait_all()
         for number, (name, parameter) in enumerate(engine.parameters.items()):
-            self._look(parameter.value, (_BEFORE, number), f"the weight {name}, before the step", ())
+            self._look(parameter.weight(), (_BEFORE, number), f"the weight {name}, before the step", ())
         hooks = []
         for number, chunk in enumerate(engine.chunks):
             for path, module in cast(nn.Module, chunk).named_modules():

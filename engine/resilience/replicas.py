@@ -65,7 +65,7 @@ class ReplicaCheck:
         engine.buffers.wait_all()
         differing = torch.zeros(1, dtype=torch.int64, device=engine.topology.device)
         # The empty part comes first, because a rank in a stage without layers has no weights.
-        sums = torch.cat([differing[:0], *(_sum_of_bits(one.value).view(1) for one in engine.parameters.values())])
+        sums = torch.cat([differing[:0], *(_sum_of_bits(one.weight()).view(1) for one in engine.parameters.values())])
         for group in self._groups:
             mine = sums[group.places]
             highest = group.axis.all_reduce(torch.cat((mine, ~mine)), PURPOSE, op="max").wait()

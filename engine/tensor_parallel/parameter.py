@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from triaxis.engine.comm.backends import Pending
+from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.layout.shard_spec import ParamRecord
 
@@ -25,11 +25,13 @@ class ParameterBucket(Protocol):
     """Bucket that holds a parameter (`triaxis.engine.optimizer.grad_buffer.Bucket`).
 
     Attributes:
-        gathering: all-gather in flight for the bucket's weights; None if they are complete.
+        is_complete: whether the bucket's weights are complete now.
+        stays: whether complete weights stay so until the next update.
         version: gather count: one after each update, and one after loading.
     """
 
-    gathering: Pending | None
+    is_complete: bool
+    stays: bool
     version: int
 
     def complete(self) -> None: ...
@@ -76,7 +78,7 @@ class ShardedParameter(nn.Module):
 
     def weight(self) -> torch.Tensor:
         """Return the complete weight, after waiting for an all-gather in flight."""
-        if self.bucket is not None and self.bucket.gathering is not None:
+        if self.bucket is not None and not self.bucket.is_complete:
             self.bucket.complete()
         return self.value
 
@@ -103,7 +105,18 @@ class ShardedParameter(nn.Module):
         self.bound_bucket().grad_added(self)
 
     def tracked(self) -> torch.Tensor:
-        """Return the weight for ordinary autograd code; its gradient goes to the main grad."""
+        """Return the weight for ordinary autograd code; its gradient goes to the main grad.
+
+        Raises:
+            ConfigError: only a part of the weight is kept (ZeRO-3), so autograd would save a tensor that is overwritten later.
+        """
+        if self.bucket is not None and not self.bucket.stays:
+            raise ConfigError(
+                [
+                    f"parallel.zero=3: {self.record.name} is read outside a linear layer, so autograd would keep a weight that "
+                    "the next layers overwrite. Set in_backward=True in its ParamSpec, and every rank keeps it whole."
+                ]
+            )
         tracked: torch.Tensor = _ToMainGrad.apply(self.weight(), self)
         return tracked
 

@@ -29,12 +29,12 @@ Likeness = tuple[Any, ...]
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A wait for a call in this part (`own`: the call's index in it), for the receive that feeds the action (`fed`), for a call
-    in the newest action of a kind and chunk (`before`), or for a call in an earlier part (`end`: its distance from the end of the
-    row, and the call's index in it)."""
+    in an earlier action (`before`: its kind and chunk, how many newer ones there are, and the call's index in it), or for a call
+    in an earlier part (`end`: its distance from the end of the row, and the call's index in it)."""
 
     of: Literal["own", "fed", "before", "end"]
     call: int = 0
-    from_end: int = 0
+    distance: int = 0
     action: tuple[Kind, int] | None = None
 
 
@@ -143,9 +143,8 @@ class Recorder:
             transfer = feeding_transfer_of(self.program.schedule, self.rank, self.row[number - 1])
             post = self.row[posted_in - 1]
             if isinstance(post, Action):
-                later = [each[:2] for each in self.row[posted_in : number - 1] if isinstance(each, Action)]
-                assert post[:2] not in later, f"{self.row[number - 1]} waits for a call of an older action, {post}"
-                return Wait("before", call, action=post[:2])
+                actions = [each for each in self.row[posted_in : number - 1] if isinstance(each, Action)]
+                return Wait("before", call, sum(each[:2] == post[:2] for each in actions), post[:2])
             assert transfer is not None and post.transfers[call] == transfer, (
                 f"{self.row[number - 1]} waits for a call of another instruction that does not feed it"
             )
@@ -247,7 +246,7 @@ class _Sum:
         self.posted: list[Event] = []
         self.first_call: list[int] = []
         self.received: dict[Transfer, int] = {}
-        self.newest: dict[tuple[Kind, int], int] = {}
+        self.actions: dict[tuple[Kind, int], list[int]] = {}
 
     def total(self) -> Total:
         self._add(self.book.start, None)
@@ -284,7 +283,7 @@ class _Sum:
             else:
                 self.sum.log.append(self.posted[self._call(call, instruction, first)]._replace(phase="wait"))
         if isinstance(instruction, Action):
-            self.newest[instruction[:2]] = first
+            self.actions.setdefault(instruction[:2], []).append(first)
         extremes, live = self.sum.extremes, self.live
         for kind, above in part.most.items():
             extremes.most[kind] = max(extremes.most.get(kind, 0), live[kind] + above)
@@ -304,10 +303,10 @@ class _Sum:
         if wait.of == "own":
             return first + wait.call
         if wait.of == "end":
-            return self.first_call[len(self.row) + 1 - wait.from_end] + wait.call
+            return self.first_call[len(self.row) + 1 - wait.distance] + wait.call
         if wait.of == "before":
             assert wait.action is not None
-            return self.newest[wait.action] + wait.call
+            return self.actions[wait.action][-1 - wait.distance] + wait.call
         assert instruction is not None
         transfer = feeding_transfer_of(self.schedule, self.rank, instruction)
         assert transfer is not None

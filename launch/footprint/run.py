@@ -125,7 +125,8 @@ class Footprints:
         self.grid = rank_grid(config, sizes)
         self.stages = stages_of(config)
         self.num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-        self.full = full
+        # Which weights are in their slots depends on more than an action's likeness.
+        self.full = full or config.parallel.zero > 2
         self._has_slots = config.parallel.zero > 1
         self._counts = counts
         self.program = self._lowered(self.num_microbatches)
@@ -305,7 +306,8 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
     (Real sends end when the network is done, so a real step's parts need not be alike.)
     """
     for buffer in engine.buffers.buffers:
-        watch.label(buffer.parameters, "parameters")
+        for tensor in buffer.weights:
+            watch.label(tensor, "parameters")
         for tensor in buffer.grads:
             watch.label(tensor, "gradients")
     for owned in engine.optimizer.owned:

@@ -120,7 +120,7 @@ def _held(engine: Engine) -> dict[str, int]:
     """Count the bytes in tensors that live between steps."""
     buffers, owned = engine.buffers.buffers, engine.optimizer.owned
     return {
-        "parameters": sum(buffer.parameters.nbytes for buffer in buffers),
+        "parameters": sum(tensor.nbytes for buffer in buffers for tensor in buffer.weights),
         "gradients": sum(tensor.nbytes for buffer in buffers for tensor in buffer.grads),
         "optimizer": sum(tensor.nbytes for each in owned for tensor in each.state.tensors),
     }

@@ -9,7 +9,7 @@ Otherwise an error in a term that starts at zero would go unnoticed. Gradients a
 grads, where the optimizer reads them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from triaxis.engine.numerics.precision import accumulation_dtype
 from triaxis.engine.step import Engine
 from triaxis.engine.step_result import explain
 from triaxis.engine.tensor_parallel.initial_weights import initial_box
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.records import StepFacts, TensorKind, TensorReport, together
 
@@ -52,10 +53,14 @@ class HeldElements:
 @torch.no_grad()
 def leave_the_initial_point(engine: Engine, seed: int) -> None:
     """Add noise to every parameter, the same in every layout, and copy the result to the masters; `seed` is `train.seed`."""
-    for parameter in engine.parameters.values():
-        record = parameter.record
-        flat = parameter.value.data.view(-1)[: record.box_numel]
-        flat += _noise(record, seed).to(flat.device, flat.dtype)
+
+    def add_noise(parameters: Iterable[ShardedParameter]) -> None:
+        for parameter in parameters:
+            record = parameter.record
+            flat = parameter.value.data.view(-1)[: record.box_numel]
+            flat += _noise(record, seed).to(flat.device, flat.dtype)
+
+    engine.buffers.write(engine.parameters, add_noise)
     _masters_follow(engine)
 
 
@@ -68,9 +73,13 @@ def _masters_follow(engine: Engine) -> None:
 @torch.no_grad()
 def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
     """Give every parameter and master the weights that a run in `dtype` has after `leave_the_initial_point`."""
-    for parameter in engine.parameters.values():
-        flat = parameter.value.data.view(-1)[: parameter.record.box_numel]
-        flat.copy_(starting_values(parameter.record, seed, dtype))
+
+    def round_to(parameters: Iterable[ShardedParameter]) -> None:
+        for parameter in parameters:
+            flat = parameter.value.data.view(-1)[: parameter.record.box_numel]
+            flat.copy_(starting_values(parameter.record, seed, dtype))
+
+    engine.buffers.write(engine.parameters, round_to)
     _masters_follow(engine)
 
 
@@ -155,7 +164,7 @@ def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: Notebook)
 
 def _write_parameters(engine: Engine, step: int, kind: TensorKind, notebook: Notebook) -> None:
     for parameter in engine.parameters.values():
-        flat = parameter.value.detach().view(-1)[: parameter.record.box_numel]
+        flat = parameter.weight().detach().view(-1)[: parameter.record.box_numel]
         notebook.tensor(step, kind, HeldElements(parameter.record, 0, flat))
 
 

@@ -1,7 +1,7 @@
 """Prediction of a rank's memory from the configuration alone, and changes that reduce it.
 
-    parameters     flat buffers, the run's dtype
-    gradients      flat buffers, accumulation dtype (or as narrow as the parameters); with ZeRO-2 the owned parts, and two layers
+    parameters     flat buffers, the run's dtype; with ZeRO-3 the owned parts, and two layers
+    gradients      flat buffers, accumulation dtype (or as narrow as the parameters); from ZeRO-2 on the owned parts, and two layers
     optimizer      moments, and masters where the parameters are not wide enough; 1/(dp cp) of each bucket, of experts 1/edp
     activations    what microbatches in flight keep for their backwards (`models/predict/activation_memory.py`), at most
     temporaries    what experts at work add to the fullest moment (`models/predict/experts/temporaries.py`), FP8 copies of weights
@@ -463,8 +463,8 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
                 yield "recompute", choice_for_layers(recompute, granularity="selective", modules=modules)
     if sizes.tp > 1 and not config.parallel.sequence_parallel:
         yield "parallel.sequence_parallel", True
-    if config.parallel.zero < 2 and sizes.dp_cp > 1:
-        yield "parallel.zero", 2
+    if sizes.dp_cp > 1:
+        yield from (("parallel.zero", zero) for zero in range(config.parallel.zero + 1, 4))
     if recompute.head_tokens is None:
         yield "recompute.head_tokens", HEAD_TOKENS
     yield from _more_offloaded(config, sizes)

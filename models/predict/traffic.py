@@ -26,7 +26,7 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from triaxis.engine.comm.agreement import NUM_NUMBERS
@@ -45,8 +45,10 @@ from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces
 from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
 from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.plan import batch_plan, local_seq_length, part_length
-from triaxis.engine.config.state_plan import ITEMSIZE, layout_of, main_grad_dtype
+from triaxis.engine.config.state_plan import ITEMSIZE, NUM_SLOTS, layout_of, main_grad_dtype
 from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.gather_order import GatherOrder
+from triaxis.engine.layout.param_layout import BufferLayout
 from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Kind
@@ -336,18 +338,49 @@ def _data_parallel(
         if not key.is_trained:
             continue
         main_grad = ITEMSIZE[main_grad_dtype(config.precision)]
-        for bucket in layout.buckets:
+        layout_gathers = _gathers(config, sizes, at, stages, layout) if key.cut == "parameters" else None
+        for number, bucket in enumerate(layout.buckets):
             numel = bucket.stop - bucket.start
             # A bucket in a slot is reduced after each microbatch.
             sums = 1 if key.cut == "state" else m
             tally.add(key.reduce_over, "gradients", "reduce_scatter", owners, numel * main_grad, sums)
-            tally.add(
-                key.reduce_over, "parameters", "all_gather", owners, numel * element // owners, int(key.is_updated)
-            )
+            gathers = int(key.is_updated) if layout_gathers is None else layout_gathers[number]
+            tally.add(key.reduce_over, "parameters", "all_gather", owners, numel * element // owners, gathers)
             if key.sum_over is not None:
                 tally.add(
                     key.sum_over, REPLICA_GRADIENTS, "all_reduce", axis_sizes[key.sum_over], numel * main_grad // owners
                 )
+
+
+def _gathers(
+    config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents], layout: BufferLayout
+) -> Counter[int]:
+    """Count the gathers of each bucket, by number, in a step, whose weights are in slots; `stages` are the rank's chunks."""
+    numbers = {bucket.entries[0].record.spec.layer: number for number, bucket in enumerate(layout.buckets)}
+    order = GatherOrder(len(layout.buckets), len(layout.slot_numels(NUM_SLOTS)))
+    counts: Counter[int] = Counter()
+    for action in schedules.of_step(config, sizes).actions[at.pp]:
+        stage = stages[action.chunk]
+        # Delayed weight gradients read inputs and output gradients alone.
+        uses = {Kind.F: stage.layers, Kind.W: ()}.get(action.kind)
+        for layer in _backward_uses(config, stage) if uses is None else uses:
+            if layer in numbers:
+                counts.update(order.use(numbers[layer]))
+    return counts
+
+
+def _backward_uses(config: Config, stage: StageContents) -> Iterator[int]:
+    """Yield a stage's layers in the order in which a backward reads their weights: a recomputed group's forward comes first."""
+    recompute, layers, num_again = config.recompute, stage.layers, recomputed_layers(config, stage)
+    size, of_own = recompute.num_layers if recompute.method == "uniform" else 1, min(stage.num_own, num_again)
+    groups = [range(start, min(start + size, of_own)) for start in range(0, of_own, size)]
+    groups += [range(each, each + 1) for each in range(stage.num_own, num_again)]
+    again = {place for group in groups for place in group}
+    alone = [range(place, place + 1) for place in range(len(layers)) if place not in again]
+    for group in sorted((*groups, *alone), key=lambda group: group.start, reverse=True):
+        if group.start in again:
+            yield from (layers[place] for place in group)
+        yield from (layers[place] for place in reversed(group))
 
 
 def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:

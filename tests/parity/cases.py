@@ -24,6 +24,7 @@ from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.layout.shard_spec import Box
 from triaxis.engine.step import Engine
 from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.predict.rank_memory import resolve_recompute
@@ -286,10 +287,14 @@ def assemble(
 
 def load_weights(engine: Engine, weights: Mapping[str, torch.Tensor]) -> None:
     """Put whole tensors into the engine's parameters and masters."""
-    for name, parameter in engine.parameters.items():
-        record = parameter.record
-        box = weights[name][tuple(slice(*bounds) for bounds in record.box)].reshape(-1)
-        parameter.value.data.view(-1)[: record.box_numel] = box.to(parameter.value.device, parameter.value.dtype)
+
+    def write(parameters: Sequence[ShardedParameter]) -> None:
+        for parameter in parameters:
+            record = parameter.record
+            box = weights[record.name][tuple(slice(*bounds) for bounds in record.box)].reshape(-1)
+            parameter.value.data.view(-1)[: record.box_numel] = box.to(parameter.value.device, parameter.value.dtype)
+
+    engine.buffers.write(engine.parameters, write)
     for owned in engine.optimizer.owned:
         owned.state.write({"master": owned.parameters.to(owned.state.wide)})
         owned.state.restart_average()

@@ -90,6 +90,8 @@ TRAFFIC = [
         "mqa_rope_bias", tp=2, dp=2, zero=2, num_layers=3, bf16_gradients=True, dtype="bf16", global_batch_size=6, **SP
     ),
     Case("deepseek", dp=4, ep=2, zero=2, pp=2, global_batch_size=12),
+    Case("gpt", dp=3, zero=3, pp=2, vpp=2, num_layers=9, layers_per_stage=(3, 2, 1, 3), global_batch_size=12),
+    Case("deepseek", dp=4, ep=2, zero=3, recompute=FULL_BY_TWO, global_batch_size=8),
     Case(
         "deepseek", tp=2, etp=2, dp=2, ep=2, dispatch="all_to_all", recompute=("full", "block", 3), global_batch_size=6
     ),

@@ -1,4 +1,7 @@
-"""ZeRO-2, where a rank keeps only its own part of the main grads: equal to the oracle, and with one microbatch to ZeRO-1's bits."""
+"""ZeRO-2 and 3, where a rank keeps only its own part of main grads, and of weights.
+
+Both equal the oracle, and with one microbatch ZeRO-1 to the bit; gradients of 3 have the bits of 2.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +17,7 @@ from tests.parity.test_latent_attention import COVERING as LATENTS
 from tests.parity.test_mtp import COVERING as MTP
 from tests.parity.test_parity import CHEAP_WITH_ROPE, COVERING, COVERING_TOO, SELECTIVE, check, compare
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.optimizer.grad_buffer import Bucket, Slot
+from triaxis.engine.optimizer.grad_buffer import Bucket, Slot, WeightSlots
 from triaxis.models.specs import model_specs
 
 CELLS = [
@@ -44,8 +47,15 @@ CELLS = [
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", CELLS, ids=str)
+@pytest.mark.parametrize("case", [replace(case, zero=2 + number % 2) for number, case in enumerate(CELLS)], ids=str)
 def test_cells_equal_the_oracle(case: Case) -> None:
+    compare(case)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [replace(case, zero=3 - number % 2) for number, case in enumerate(CELLS)], ids=str)
+def test_cells_of_the_other_stage_equal_the_oracle(case: Case) -> None:
     compare(case)
 
 
@@ -63,7 +73,7 @@ def more_cells() -> list[Case]:
         if case.dp * case.cp == 1:
             case = replace(case, dp=2, global_batch_size=2 * case.global_batch_size)
         if case.world_size <= 8:
-            cells.append(replace(case, zero=2))
+            cells += [replace(case, zero=zero) for zero in (2, 3)]
     return list(dict.fromkeys(cells))
 
 
@@ -94,18 +104,19 @@ def gradients(rank: int, case: Case) -> list[Piece]:
 def test_with_one_microbatch_gradients_have_the_bits_of_zero_1(case: Case) -> None:
     shapes = {spec.name: spec.shape for spec in model_specs(case.config().model)}
     found = []
-    for zero in (1, 2):
+    for zero in (1, 2, 3):
         pieces = [piece for rank in run_ranks(gradients, case.world_size, replace(case, zero=zero)) for piece in rank]
         trained = {piece.name for piece in pieces}
         found.append(assemble({name: shapes[name] for name in trained}, pieces, tolerance=0.0))
-    assert found[0].keys() == found[1].keys()
+    assert found[0].keys() == found[1].keys() == found[2].keys()
     for name, wanted in found[0].items():
-        assert torch.equal(found[1][name], wanted), name
+        assert torch.equal(found[1][name], wanted) and torch.equal(found[2][name], wanted), name
 
 
 def poisoned(rank: int, case: Case, weights: dict[str, torch.Tensor], num_steps: int) -> RankResult:
-    """Run a case with NaN in every slot from its last sum to its next gradient, and in stale owned parts."""
-    free, start = Slot.free, Bucket.start
+    """Run a case with NaN in every slot of gradients from its last sum to its next gradient, in stale owned parts, and in every
+    slot of weights before a gather, and after an update."""
+    free, start, post, clear = Slot.free, Bucket.start, Bucket.post_gather, WeightSlots.clear
 
     def spoiled(self: Slot) -> None:
         free(self)
@@ -116,7 +127,19 @@ def poisoned(rank: int, case: Case, weights: dict[str, torch.Tensor], num_steps:
             self.owned_grads.fill_(torch.nan)
         start(self, *args)
 
+    def gathered(self: Bucket) -> None:
+        if self.weight_slots is not None:
+            self.weights.fill_(torch.nan)
+        post(self)
+
+    def cleared(self: WeightSlots) -> None:
+        clear(self)
+        for bucket in self._buckets:
+            bucket.weights.fill_(torch.nan)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "post_gather", gathered)
+        patch.setattr(WeightSlots, "clear", cleared)
         patch.setattr(Slot, "free", spoiled)
         patch.setattr(Bucket, "start", stale)
         return run_case(rank, case, weights, num_steps)
@@ -127,7 +150,8 @@ def poisoned(rank: int, case: Case, weights: dict[str, torch.Tensor], num_steps:
     "case",
     [
         Case("llama", pp=2, dp=2, zero=2, schedule="zb_h1", num_layers=4, global_batch_size=8),
-        Case("deepseek", dp=4, ep=2, zero=2, global_batch_size=8),
+        Case("deepseek", dp=4, ep=2, zero=3, global_batch_size=8),
+        Case("llama", dp=2, zero=3, recompute=("full", "uniform", 2), num_layers=4, global_batch_size=8),
     ],
     ids=str,
 )

@@ -181,13 +181,13 @@ def one_all_gather_after_the_step_is_stale() -> None:
 
     def stale(self: GradBuffers) -> None:
         buffer = self.buffers[0]
-        bucket = buffer.buckets[0].layout
-        before = buffer.parameters[bucket.start : bucket.stop].clone()
+        bucket = buffer.buckets[0]
+        before = bucket.weights.clone()
         gather(self)
         self.wait_all()
-        start, stop = buffer.buckets[0].owned
-        before[start - bucket.start : stop - bucket.start] = buffer.parameters[start:stop]
-        buffer.parameters[bucket.start : bucket.stop] = before
+        start, stop = (each - bucket.layout.start for each in bucket.owned)
+        before[start:stop] = bucket.owned_weights
+        bucket.weights.copy_(before)
 
     GradBuffers.gather = stale  # type: ignore[method-assign]
 
@@ -471,5 +471,13 @@ BUGS = (
         is_matrix,
         "dp",
         "vanishes with dp=1, with zero=1",
+    ),
+    Bug(
+        planted_zero.a_layer_keeps_its_weights_of_the_step_before,
+        replace(CUT_GRADIENTS, zero=3),
+        "parameter",
+        is_matrix,
+        "dp",
+        "all-gather",
     ),
 )

@@ -1,6 +1,6 @@
-"""Bugs in the main grads that a rank shares with the others (ZeRO-2), planted by name; see `planted.py`."""
+"""Bugs in the main grads and weights of which a rank keeps its part (ZeRO-2 and 3), planted by name; see `planted.py`."""
 
-from triaxis.engine.optimizer.grad_buffer import Bucket, Slot
+from triaxis.engine.optimizer.grad_buffer import Bucket, Slot, WeightSlots
 
 
 def a_microbatchs_sum_is_added_twice() -> None:
@@ -25,3 +25,15 @@ def a_slot_is_reused_before_its_sum_is_kept() -> None:
         free(self)
 
     Slot.free = early  # type: ignore[method-assign]
+
+
+def a_layer_keeps_its_weights_of_the_step_before() -> None:
+    """The slots are not dropped after an update, so the first layers of the next forward are old."""
+    clear = WeightSlots.clear
+
+    def stale(self: WeightSlots) -> None:
+        held, used = list(self._order._held), self._used
+        clear(self)
+        self._order._held, self._used = held, used
+
+    WeightSlots.clear = stale  # type: ignore[method-assign]

@@ -123,12 +123,12 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
     for buffer in engine.buffers.buffers:
         entries = [entry for bucket in buffer.layout.buckets for entry in bucket.entries]
         parts = [(entry.start, entry.stop, entry.record.name) for entry in entries]
-        watch.call(buffer.parameters, "the flat parameters", parts)
-        for number, tensor in enumerate(buffer.grads):
-            if buffer.layout.key.cut == "state":
-                watch.call(tensor, "the flat main grads", parts)
-            else:
-                watch.call(tensor, f"slot {number} of the main grads" if number else "the owned main grads")
+        for name, tensors in (("parameters", buffer.weights), ("main grads", buffer.grads)):
+            for number, tensor in enumerate(tensors):
+                if len(tensors) == 1:
+                    watch.call(tensor, f"the flat {name}", parts)
+                else:
+                    watch.call(tensor, f"slot {number} of the {name}" if number else f"the owned {name}")
     for owned in engine.optimizer.owned:
         for tensor in owned.state.tensors:
             watch.call(tensor, "the optimizer's state")

@@ -171,17 +171,16 @@ class _Step:
             return timed
         seconds = Seconds()
         seconds.add(timed.seconds)
-        self._sharded_parameters(seconds, self.cut.stages[stage])
+        self._sharded_parameters(seconds, self.cut.stages[stage], timed.parameters.all)
         if self.implementation.exposed_transfers and self.sizes.pp > 1:
             seconds.add(Seconds({"transfers": self._transfer()}, {"transfers": self._transfer()}, {}))
         return Timed.of(seconds, timed.parameters)
 
-    def _sharded_parameters(self, seconds: Seconds, stage: StageLayers) -> None:
-        """Add what gathering parameters in each pass, and reducing gradients after each backward, takes beyond the pass."""
+    def _sharded_parameters(self, seconds: Seconds, stage: StageLayers, numel: int) -> None:
+        """Add the time that gathers of a stage's `numel` parameters in each pass, and sums of gradients, take beyond the pass."""
         if not self._gathers_in_passes:
             return
         link, n = self.links.of_axes("dp", "cp"), self.sizes.dp_cp
-        numel = self.parameters[0].all
         calls = len(stage.layers) + 1
         gathered = link.seconds(numel * element_bytes(self.config) * (n - 1) / n, calls)
         reduced = link.seconds(numel * self.implementation.gradient_bytes * (n - 1) / n, calls)
@@ -200,8 +199,9 @@ class _Step:
 
     @property
     def _gathers_in_passes(self) -> bool:
-        """Return whether parameters are gathered for each pass: with pipeline stages they are kept from the first on."""
-        return self.implementation.shards == "parameters" and self.sizes.pp == 1 and self.sizes.dp_cp > 1
+        """Whether parameters are gathered for each pass; FSDP2 with pipeline stages keeps them from the first pass on."""
+        is_fsdp = self.implementation.shards == "parameters" and self.sizes.pp == 1
+        return (is_fsdp or (self.implementation is OURS and self.config.parallel.zero > 2)) and self.sizes.dp_cp > 1
 
     def _rank(self, rank: int) -> Timed:
         seconds = Seconds()

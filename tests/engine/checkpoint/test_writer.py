@@ -94,7 +94,7 @@ def test_a_small_model_locks_the_bytes_of_its_state_once(form: str, tmp_path: Pa
     writer.close()
     (num_bytes,) = lock.locked
     # Padding of the vocabulary and of buckets is copied as well; of this model it is 4 %.
-    numel = sum(buffer.parameters.numel() for buffer in engine.buffers.buffers)
+    numel = sum(buffer.weights[0].numel() for buffer in engine.buffers.buffers)
     assert 1 <= num_bytes / (bytes_per_parameter * numel) <= 1.01
 
 
@@ -137,7 +137,7 @@ def test_a_file_holds_the_state_in_the_accumulation_dtype_as_it_was_at_the_save(
         writer._thread.submit(may_begin.wait, 60)
         saving = writer.save(tmp_path / "saved")
         for buffer in engine.buffers.buffers:
-            buffer.parameters.zero_()
+            buffer.weights[0].zero_()
         for tensor in (tensor for each in owned for tensor in each.state.tensors):
             tensor.zero_()
         may_begin.set()

@@ -23,6 +23,11 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["precision.fp8.backend = torch", "on GPUs alone", "runtime.device = cpu", "backend = emulated"],
     ),
+    "FP8 copies of weights that are cut": (
+        ["precision.fp8={}", "parallel.zero=3"],
+        {},
+        ["parallel.zero = 3", "FP8 copies", "parallel.zero = 2", "precision.fp8 = null"],
+    ),
     "gradients of blocks in e5m2": (
         ["precision.fp8={recipe: mxfp8, format: hybrid}"],
         {},

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import compiler
-from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.head.chunked_head import chunked_head_losses
@@ -30,7 +29,8 @@ TOKENS = S * B
 class Bucket:
     """The gradients that a bucket was told of."""
 
-    gathering: Pending | None = None
+    is_complete: bool = True
+    stays: bool = True
     version: int = 0
     is_old: bool = False
     added: list[str] = field(default_factory=list)

@@ -143,7 +143,7 @@ def masters(rank: int, case: Case) -> list[torch.Tensor]:
 def _every_rank_holds_the_same(engine: Engine) -> None:
     """Parameters are what the owners' masters are rounded to, on the other ranks too."""
     for buffer in engine.buffers.buffers:
-        copies = engine.topology.axis("dp").all_gather(buffer.parameters.float(), "test").wait()
+        copies = engine.topology.axis("dp").all_gather(buffer.weights[0].float(), "test").wait()
         parts = copies.view(engine.topology.sizes.dp, -1)
         assert torch.equal(parts, parts[:1].expand_as(parts))
 

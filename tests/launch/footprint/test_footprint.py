@@ -24,7 +24,7 @@ from triaxis.models.predict.traffic import expected_traffic, measured_traffic
 
 CASES = (
     Case("gpt", tp=2, pp=2, vpp=2, dp=2, zero=2, sequence_parallel=True, dtype="bf16"),
-    Case("qwen", tp=4, pp=1, dp=2, dtype="bf16", recompute=("full", "uniform", 1)),
+    Case("qwen", tp=4, pp=1, dp=2, zero=3, dtype="bf16", recompute=("full", "uniform", 1)),
     Case("llama", tp=2, pp=4, layers_per_stage=(1, 3, 2, 2), dtype="fp32"),
     Case(
         "qwen",

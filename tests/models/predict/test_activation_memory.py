@@ -264,7 +264,7 @@ def ends_of_all(rank: int, configs: dict[str, Config]) -> dict[str, list[Footpri
 def forward_alone(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch) -> tuple[int, None]:
     """Stands in for `watch_step`: return the bytes that the only forward of the only chunk keeps."""
     for buffer in engine.buffers.buffers:
-        watch.label(buffer.parameters, "parameters")
+        watch.label(buffer.weights[0], "parameters")
     watch.forget_peak()
     (chunk,), (batch,), like = engine.chunks, batches, engine.executor
     chunk.train()

@@ -80,6 +80,11 @@ MANY = {
     "gradients in slots": deeper(
         config_of(LLAMA, tp=2), parallel={"dp": 4, "zero": 2}, train={"global_batch_size": 32}
     ),
+    "attention again, weights in slots": deeper(
+        config_of(GPT, tp=2, recompute={"granularity": "selective"}),
+        parallel={"dp": 4, "zero": 3},
+        train={"global_batch_size": 32},
+    ),
     "tokens ahead": deeper(
         config_of({**LLAMA, "mtp": {"num_layers": 2}}, tp=2, sp=True),
         schedule={"name": "zb_h1"},
@@ -289,6 +294,7 @@ def test_savings_are_legal_and_save_what_they_say() -> None:
         "recompute",
         "recompute",
         "parallel.sequence_parallel",
+        "parallel.zero",
         "parallel.zero",
         "offload.num_layers",
         "offload.num_layers",

@@ -20,7 +20,7 @@ from triaxis.engine.device.host_copy import FromCuda, HostCopy
 from triaxis.engine.device.pinned_memory import PinnedPool
 from triaxis.engine.errors import TopologyError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
-from triaxis.engine.optimizer.grad_buffer import Slot
+from triaxis.engine.optimizer.grad_buffer import Bucket, Slot
 from triaxis.engine.pipeline.p2p import Transport
 from triaxis.launch.footprint.races.check import CheckedRank, check_rank, representative_ranks
 from triaxis.launch.footprint.races.report import Race
@@ -67,6 +67,7 @@ IN_CI = [
     # The dp axis is all ranks, whose group is that of the world.
     (Case("gpt", cp=4, dp=2, cp_method="ulysses", num_layers=2, global_batch_size=2), {"world", "cp"}),
     (Case("llama", tp=2, dp=2, zero=2, num_layers=3, global_batch_size=4), {"world", "tp", "dp"}),
+    (Case("llama", tp=2, dp=2, zero=3, num_layers=4, global_batch_size=4), {"world", "tp", "dp"}),
     (Case("gpt", pp=2, staged=True, num_layers=2, global_batch_size=2), {"world", "pp_forward", "pp_backward"}),
 ]
 """Layouts, and the streams beside the computation's that their last rank uses."""
@@ -76,7 +77,8 @@ NARROW = [
     Case("llama", pp=2, vpp=2, dp=2, dtype="bf16", narrow=True, bf16_gradients=True, num_layers=4),
     Case("qwen", tp=2, dp=2, dtype="fp32", num_layers=2),
     Case("qwen", tp=2, pp=2, dp=2, zero=2, schedule="zb_h1", dtype="bf16", num_layers=4, global_batch_size=8),
-    Case("moe", dp=4, ep=2, zero=2, dispatch="all_to_all", global_batch_size=8),
+    Case("qwen", tp=2, pp=2, vpp=2, dp=2, zero=3, dtype="bf16", num_layers=8, global_batch_size=8),
+    Case("moe", dp=4, ep=2, zero=3, dispatch="all_to_all", global_batch_size=8),
     Case("llama", tp=2, dp=2, dtype="bf16", narrow=True, recompute=("full", "block", 1), offload=2, num_layers=4),
     Case("moe", tp=2, dp=2, ep=2, sequence_parallel=True, offload=1, dispatch="all_to_all", global_batch_size=4),
     Case("moe", tp=2, pp=2, dp=2, ep=2, etp=2, recompute=("full", "block", 1), global_batch_size=4),
@@ -329,10 +331,22 @@ def reuse_a_slot_before_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slot, "free", at_once)
 
 
+def use_a_layer_before_its_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = Bucket.wait_for_gather
+
+    def at_once(self: Bucket) -> None:
+        if self.weight_slots is None:
+            wait(self)
+
+    monkeypatch.setattr(Bucket, "wait_for_gather", at_once)
+
+
 PIPELINE = Case("gpt", pp=2, num_layers=2, global_batch_size=4)
 PIPELINE_STAGED = replace(PIPELINE, staged=True)
 ZERO_2 = Case("llama", dp=2, zero=2, num_layers=3, global_batch_size=4)
+ZERO_3 = replace(ZERO_2, zero=3)
 PLANTED = [
+    (use_a_layer_before_its_gather, ZERO_3, 0, "unordered read", "all-gather (dp", "aten::", ""),
     (reuse_a_slot_before_its_sum, ZERO_2, 0, "unordered overwrite", "reduce-scatter (dp", "aten::", ""),
     (one_receive_buffer, PIPELINE, 1, "unordered read", "recv (pp_forward", "aten::", ""),
     (write_what_is_sent, PIPELINE, 0, "unordered overwrite", "send (pp_forward", "aten::zero_", ""),
