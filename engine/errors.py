@@ -1,4 +1,4 @@
-"""The errors of Triaxis.
+"""Defines the errors of Triaxis and their exit codes.
 
 Each message has four parts: the given value, the rule, what would have broken, what to do. The exit code shows a batch script
 whether trying again makes sense.

@@ -1,4 +1,4 @@
-"""Command lines for messages, in a form that can be typed where this process was started.
+"""Writes command lines for messages, in a form that can be typed where this process was started.
 
     triaxis("train run.yaml")  ->  triaxis train run.yaml                                  the command is on the path
                                    .venv/bin/triaxis train run.yaml                        it is beside this Python

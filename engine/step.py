@@ -1,4 +1,4 @@
-"""One optimizer step, and one validation: forward and backward over all microbatches, reduction, clipping, update.
+"""Runs an optimizer step (forward and backward over all microbatches, reduction, clipping, update), or a validation.
 
     labels      one small all-reduce over the world: the counted labels; the training loop posts it a step ahead;
     executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill;
@@ -309,7 +309,10 @@ class Engine:
         return torch.cat((self._sums(losses, 1), tokens))
 
     def _sums(self, losses: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """Sum the microbatches' losses; return the first `number` sums on the last stage's tp rank 0, zeros elsewhere."""
+        """Sum the microbatches' losses, each a scalar or a vector with an entry per kind of loss.
+
+        Return the sum's first `number` entries on the last stage's tp rank 0, zeros elsewhere.
+        """
         if not losses or self.topology.coordinates.tp != 0:
             return torch.zeros(number, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         return torch.stack(list(losses)).sum(0).to(AGREEMENT_DTYPE).view(-1)[:number]

@@ -1,4 +1,4 @@
-"""A step's numbers: packed by name into one vector, read on the host, and explained if the step updated nothing."""
+"""Packs a step's numbers into one vector, reads them on the host, and explains a step that updated nothing."""
 
 import math
 from collections.abc import Mapping
@@ -188,7 +188,7 @@ class PendingResult:
 
 
 def losses_ahead(sums: torch.Tensor, divisors: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
-    """Compute the multi-token-prediction loss per token [D] from the weighted loss sums [D] and label counts [D]."""
+    """Compute the multi-token-prediction loss per token [D] from L1 .. LD x loss_weight / D and n1 .. nD (`BatchLosses`)."""
     return sums if mtp is None else sums * (mtp.num_layers / mtp.loss_weight) / divisors
 
 

@@ -1,4 +1,4 @@
-"""A queue of steps whose numbers the host has not read yet, and the request to roll back."""
+"""Queues steps whose numbers the host has not read yet; defines the request to roll back."""
 
 from collections import deque
 from dataclasses import dataclass

@@ -196,7 +196,7 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
 
 
 def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: bool = False) -> Stop | None:
-    """Run the steps after the batches' `consumed_samples`; return why the run stopped, None after its last step.
+    """Run the steps whose samples follow `batches.consumed_samples`; return why the run stopped, None after its last step.
 
     A step's samples depend on `consumed_samples` alone. In a run with phases, only the engine's phase is run. At its end the run
     saves and stops, because the next phase may have another batch size, sequence length or layout.

@@ -1,4 +1,4 @@
-"""The reference of the configuration: every field with its type, default, rule on resume and meaning.
+"""Generate the configuration reference: every field with its type, default, rule on resume and meaning.
 
     triaxis config explain train.micro_batch_size   ->   its entry
     docs/config.md                                  ->   all of them, as `to_markdown` writes them
@@ -74,7 +74,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """Return all fields in the order of the tree; a section's own fields come before those of the sections inside."""
+    """List every field of the configuration, section by section; a section's own fields precede its subsections'."""
     return list(_entries(Config, ""))
 
 

@@ -130,7 +130,7 @@ def _printing_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """The parts of one rank's attempt to train.
+    """What one rank's attempt to train works with: engine, data, telemetry, watchers.
 
     Attributes:
         held_before: this process's peak memory before its engine was built, in bytes.

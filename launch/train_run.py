@@ -1,4 +1,4 @@
-"""Training as a function: in a script that torchrun starts, or in one process, such as a notebook."""
+"""Train by a function call: in a script that torchrun starts, or in one process, such as a notebook."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""The parameters that queries, keys and values are computed from; `models/specs.py` lists all others.
+"""List the parameters from which queries, keys and values are computed; `models/specs.py` lists all others.
 
 Latent attention (`engine/config/mla.py`) has the parameters below instead of q.weight and kv.weight. r_q and r_kv are the sizes of
 the query latent and of the key/value latent; h is the hidden size. Each query and key head has dr + dn elements, of which RoPE

@@ -1,4 +1,4 @@
-"""A model's parameters, matched to `optimizer.groups`."""
+"""Match a model's parameters to the entries of `optimizer.groups`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

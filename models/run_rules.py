@@ -1,4 +1,4 @@
-"""Extra rules that apply when a run is started or checked, besides every configuration's rules."""
+"""List the configuration rules that apply only when a run is started, or checked as if it were."""
 
 from triaxis.engine.config.extension_section import given_is_chosen
 from triaxis.engine.config.section import Rule

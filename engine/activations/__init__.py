@@ -1,1 +1,1 @@
-"""Activations between forward and backward: kept, recomputed, or moved to host memory."""
+"""Keeps, recomputes or moves to host memory the activations between forward and backward."""

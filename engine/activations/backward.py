@@ -1,4 +1,4 @@
-"""A backward that starts from a given gradient, as in each pipeline stage."""
+"""Runs a backward that starts from a given gradient, as in each pipeline stage."""
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward

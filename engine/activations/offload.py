@@ -1,4 +1,4 @@
-"""Copies of activations to host memory and back, overlapped with the computation.
+"""Copies activations to host memory and back while the computation runs.
 
     device   | layer 0 | layer 1       | layer 2 ...      backward: | layer 2       | layer 1       | layer 0 |
     copies             | 0 -> host     | 1 -> host                  | host -> 1     | host -> 0     |
@@ -32,12 +32,12 @@ class CopyLane(Protocol):
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Make later compute work wait for these copies."""
+        """Make later compute work wait for the copies of the `post` that returned `mark`."""
         ...
 
 
 class SideStream:
-    """A GPU's side stream.
+    """A copy lane that uses a GPU's side stream.
 
     Args:
         cuda: module with streams and events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
@@ -63,7 +63,7 @@ class SideStream:
 
 
 class InPlace:
-    """Immediate copies, for a CPU."""
+    """A copy lane for a CPU; `post` copies at once."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
         for destination, source in copies:

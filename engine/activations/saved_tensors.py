@@ -20,7 +20,7 @@ ATTENTION = "attention"
 
 
 def unobserved(tensor: torch.Tensor) -> None:
-    """Ignore the tensor; the observer in runs that account for no memory."""
+    """Ignore the tensor; this is the observer in runs without memory accounting."""
 
 
 class SavedTensors:
@@ -58,7 +58,7 @@ class SavedTensors:
         return function(x)
 
     def end_chunk(self, output: torch.Tensor) -> torch.Tensor:
-        """End a chunk after its last layer; return its output."""
+        """Call this after a chunk's last layer, with its output; returns the same output."""
         return output
 
     def recomputed(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

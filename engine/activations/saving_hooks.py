@@ -217,7 +217,7 @@ class _Memo:
         self.has_begun = False
 
     def begin(self) -> "_Memo":
-        """Begin the forward, or a replay."""
+        """Go back to the first `once` call, at the start of the forward or of a replay."""
         self._next = 0
         self.has_begun = True
         return self
@@ -282,7 +282,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """A moved storage, back on the device when a backward asks for it."""
+    """A moved storage, which is back on the device once its layer's backward has begun."""
 
     moved: OffloadedStorage
 

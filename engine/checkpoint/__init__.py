@@ -1,1 +1,1 @@
-"""Sharded checkpoints: complete or not there, and loadable in any layout."""
+"""Saves and loads sharded checkpoints, each complete or absent, and loadable in any layout."""

@@ -1,4 +1,4 @@
-"""The checkpoint folder of a run: complete, newest, half-written and retained checkpoints.
+"""Manages a run's checkpoint folder: finds, commits, sweeps and retires checkpoints.
 
     checkpoints/
         step_00000900/                  complete: renamed to this name when every byte was on the disk

@@ -1,4 +1,4 @@
-"""The faults a run remembers: every checkpoint includes them, so that a resumed run behaves the same.
+"""Remembers a run's faults and recent losses in every checkpoint, so that a resumed run behaves the same.
 
     skipped, num_rollbacks    also in checkpoints/skipped.json, written before a rollback: a kill before the next save loses none
     recent losses             from the last steps, as input for the next limits; with `resilience.skip_above_deviations` their
@@ -105,7 +105,7 @@ def _above(known: Sequence[float], deviations: float, window: int) -> float:
 
 
 def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollbacks: int = 0) -> RunHistory:
-    """Merge a checkpoint's history (`saved`, `num_rollbacks`) with what was written to its folder since.
+    """Merge a checkpoint's skipped ranges (`saved`) and rollback count with those in `folder`/skipped.json, if it exists.
 
     Raises:
         CheckpointError: the file is damaged, so skipped samples would be trained on.

@@ -1,4 +1,4 @@
-"""Checkpoints without a run, written or read tensor by tensor in one process (imports, exports, inspection).
+"""Writes and reads checkpoints tensor by tensor in one process, without a run (imports, exports, inspection).
 
 Memory is bounded by `FILE_BYTES` or the largest tensor, whichever is more. No process group is involved.
 """

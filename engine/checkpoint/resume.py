@@ -1,4 +1,4 @@
-"""The start of a run: from its own newest checkpoint, from one named in the config, or from initial weights.
+"""Starts a run: from its own newest checkpoint, from one named in the config, or from initial weights.
 
 The first line that applies decides:
 
@@ -255,7 +255,7 @@ def _check_phase(engine: Engine, folder: Path, state: TrainingState) -> None:
 
 
 def _frozen_differences(engine: Engine, candidate: Candidate) -> Iterator[str]:
-    """Yield what happens to the moments of parameters that are frozen in only one of the two runs."""
+    """Yield printable lines on what happens to the moments of parameters that are frozen in only one of the two runs."""
     thawed, frozen = _frozen_otherwise(engine, candidate.manifest)
     if thawed:
         yield f"{_named(thawed)}: frozen there and trained here; moments begin at zero"
@@ -300,7 +300,7 @@ def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> R
 
 
 def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
-    """Report what happens to the moving average if only the run or only the checkpoint has one."""
+    """Return a printable line on the moving average if only the run or only the checkpoint has one; else an empty list."""
     is_saved, is_kept = EMA in manifest.kinds, EMA in engine.optimizer.state_kinds
     if is_saved == is_kept:
         return []

@@ -119,7 +119,7 @@ def accepting(names: Sequence[str]) -> str:
 
 
 def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens: int, source: str) -> None:
-    """Refuse phases under which the consumed tokens would have been read differently.
+    """Raise an error if the continuing run's phases would have read the consumed tokens differently from the saved run's.
 
     Args:
         there: configuration of the saved run, which consumed the tokens, as JSON.
@@ -145,7 +145,7 @@ def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens:
 
 
 def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
-    """Refuse all differences that are not allowed, at once.
+    """Raise one error that lists all differences that are not allowed.
 
     Args:
         found: differences, from `changes`.

@@ -1,4 +1,4 @@
-"""Saving during training: phases, agreement between ranks, and failures.
+"""Saves checkpoints during training: phases, agreement between ranks, and failures.
 
     phase       every rank                                              ends when
     IDLE        -                                                       a save is due: all ranks copy their state
@@ -96,7 +96,7 @@ class _Committed:
 
 
 class CheckpointSaver:
-    """The saves of one run, on every rank.
+    """One rank's share in saving a run's checkpoints; every rank has such an object.
 
     Args:
         engine: source of the saved state.
@@ -139,7 +139,7 @@ class CheckpointSaver:
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether `after_step` will save or fingerprint after `step` steps.
 
-        If so, the caller must first give `agreed` the flags of all steps so far.
+        If it will, the caller must pass the flags of all steps so far to `agreed` before it calls `after_step`.
         """
         return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
 

@@ -1,4 +1,4 @@
-"""Changes in the learning rate when a run resumes with another schedule or length."""
+"""Reports how the learning rate changes when a run resumes with another schedule or length."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

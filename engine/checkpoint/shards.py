@@ -52,8 +52,8 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
     With `all`, the moving average is loaded if the checkpoint has one; otherwise it starts as the loaded weights. If a parameter
     was frozen in the checkpoint's run and is trained in this one, its moments begin at zero and its average as the weight.
 
-    Memory: besides the state, two pieces, and one kind in the accumulation dtype if that kind is stored in another form. After an
-    error the engine is partly filled: rebuild it or load again.
+    Memory used besides the state: two pieces, plus one kind's values in the accumulation dtype if they are stored otherwise.
+    After an error the engine is partly filled: rebuild it or load again.
 
     Returns:
         The state to continue from: with `all` the checkpoint's own, with `weights` that of a fresh start.

@@ -1,4 +1,4 @@
-"""One rank's writer: a copy of the state in host memory, and a thread that writes it to disk.
+"""Writes one rank's state: copies it to host memory, from where a thread writes it to disk.
 
     training      | step | copy | step | step | step ...            training waits only for the copy
     this thread            `--- widen, write, hash, fsync ---> result, which the next step's flags report

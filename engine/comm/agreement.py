@@ -1,4 +1,4 @@
-"""The flags that each rank's host raises (1.0) or not (0.0), and that all ranks sum in a step's one small all-reduce.
+"""Defines the flags that each rank's host sets to 1.0 or 0.0, and that a step's one small all-reduce sums.
 
 The all-reduced vector begins with numbers from the device: squared gradient norm, loss sum, and rows that did not fit into the
 experts' buffers. Then come these flags, then a loss sum for each token ahead (multi-token prediction).
@@ -15,7 +15,7 @@ NUM_SUMS = 3
 
 
 class SaveFlags(NamedTuple):
-    """Flags about the checkpoint save in progress: one rank's, or for each flag the number of ranks that raised it."""
+    """Flags about the checkpoint save in progress: each is 0 or 1 on one rank, and after the all-reduce a number of ranks."""
 
     written: float = 0.0
     not_written: float = 0.0
@@ -24,14 +24,14 @@ class SaveFlags(NamedTuple):
 
 
 class StopFlags(NamedTuple):
-    """Requests to stop: one rank's flags, or for each flag the number of ranks that raised it (`engine/comm/stop.py`)."""
+    """Requests to stop (`engine/comm/stop.py`): each is 0 or 1 on one rank, and after the all-reduce a number of ranks."""
 
     preempted: float = 0.0
     interrupted: float = 0.0
 
 
 class StepFlags(NamedTuple):
-    """All flags of a step: one rank's, or for each flag the number of ranks that raised it.
+    """All flags of a step: each is 0 or 1 on one rank, and after the all-reduce a number of ranks.
 
     Attributes:
         retried: whether the rank's allocator has had to free memory and try again since the previous step.

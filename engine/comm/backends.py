@@ -1,4 +1,4 @@
-"""The only caller of torch.distributed's communication, and what its backends do differently: gloo, NCCL and the fake one.
+"""Makes every communication call to torch.distributed, and handles what differs between gloo, NCCL and the fake backend.
 
 - gloo's own tensor reduce-scatter runs an all-reduce, which sends twice the bytes. So for gloo this module exchanges the chunks by
   all-to-all and sums them in rank order, in the accumulation dtype. That order does not depend on how buckets are cut.

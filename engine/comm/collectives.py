@@ -1,4 +1,4 @@
-"""The verbs of communication: every collective and every send, labelled and written down.
+"""Posts the collectives and sends on one group of ranks, labelled and recorded in the ledger.
 
 An `Axis` is one group of ranks as one member sees it. Its verbs (`all_reduce`, `broadcast`, ...) return a `Pending`
 (`triaxis.engine.comm.backends`), whose `wait()` returns the result. Whatever runs between the post and the wait overlaps the call.

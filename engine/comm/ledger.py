@@ -1,4 +1,4 @@
-"""The ledger: what one rank called since its last reset, in order.
+"""Records one rank's communication calls, waits and marks since the last reset, in order.
 
     post   op, axis, purpose, the input tensor's dtype and numel, group size; for a send or receive also the peer and the group call
     wait   the same call's index, written when the wait for the result returns

@@ -1,4 +1,4 @@
-"""A rank's device and backend, and the check that all ranks' choices fit together.
+"""Chooses a rank's device and backend, and checks that all ranks' choices fit together.
 
 `place` follows the launcher's decision (`triaxis.engine.device.gpus`) or raises an error. `judge_places` runs on rank 0 before any
 group is created. If one rank has no GPU, it stops all ranks with one error.
@@ -106,9 +106,9 @@ def facts_of(where: Place) -> Facts:
 
 
 def judge_places(every: Sequence[Facts]) -> str | None:
-    """Describe what is wrong with all ranks' places, given in rank order; None if they fit.
+    """Describe why the ranks' devices or backends do not fit together; None if they do.
 
-    A rank's facts are those of `facts_of`; if it has no place, they are `host` and `problem`.
+    `every` holds, in rank order, each rank's `facts_of`, or `host` and `problem` for a rank that has no `Place`.
     `triaxis.engine.comm.store_agreement.compare_facts` calls this function on rank 0.
     """
     failed = {rank: str(facts["problem"]) for rank, facts in enumerate(every) if "problem" in facts}

@@ -39,7 +39,7 @@ COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """This process's place among all ranks, as the launcher's environment variables state it; the defaults are a lone process's."""
+    """This process's number among all ranks, and where they meet, from the launcher's variables; by default it runs alone."""
 
     rank: int = 0
     world_size: int = 1
@@ -51,7 +51,9 @@ class RankEnvironment:
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> "RankEnvironment":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; without the first two it is alone.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the restart count.
+
+        If RANK and WORLD_SIZE are unset, the process runs alone.
 
         Raises:
             TopologyError: some variables are set, and others are missing or not numbers.
@@ -187,7 +189,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
 
 
 def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
-    """Connect to the store for this start or restart, which rank 0 or the launcher hosts."""
+    """Connect to the store that rank 0 or the launcher hosts; return a section of it for this start or restart."""
     assert environment.master_port is not None, "a group of several ranks has an address"
     hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     interface = cluster_interface(

@@ -195,7 +195,7 @@ class Staging:
         tensor.record_stream(self._side)
 
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to copy each tensor to its stand-in, and return a function that waits; without streams, it makes the copies."""
+        """Begin to copy each tensor to its stand-in; return a function that waits for the copies, or without streams makes them."""
         if self._cuda is None or self._side is None:
             return lambda: _copy(copies)
         if not copies:

@@ -8,7 +8,7 @@
 A handler only sets a flag. A rank's requests travel as two flags in the step's small all-reduce. Every rank reads the same step's
 sum at the same point in its loop. All ranks therefore stop after the same step and save it together.
 
-Validation batches (`engine/run/validation.py`) and the sample text's tokens carry the same flags.
+The same flags are also summed with each validation batch (`engine/run/validation.py`) and each token of the sample text.
 
 Before training there is nothing to save, so these signals keep their default action and end the rank. `evaluate`, `generate` and
 `verify` never save, so there the signals end the rank at any time.

@@ -1,4 +1,4 @@
-"""Facts that all ranks compare through their store before they communicate.
+"""Compares facts of all ranks through their store, before the ranks communicate.
 
 If a rank's facts differ, the others would wait for calls that this rank never makes. The store works even if no process group can
 be created. The steps:

@@ -1,4 +1,4 @@
-"""This rank's place in the grid, and its live groups.
+"""Creates this rank's process groups, as named axes of the grid.
 
 A `Topology` is built from a `RankGrid` and an initialised default process group. Nothing else holds groups, and two
 topologies can live in one process. Axes by name:

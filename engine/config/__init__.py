@@ -1,1 +1,1 @@
-"""The configuration: its sections, the rules between them, and its YAML files."""
+"""Define the configuration's sections and the rules between them; read and write its YAML files."""

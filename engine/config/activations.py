@@ -209,7 +209,7 @@ def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
 
 
 def _decides_what_is_gathered(subject: Subject) -> bool:
-    """Whether `memory_gb` decides if gathered tensors are kept: a field is `auto`, and this run gathers such tensors."""
+    """Whether `memory_gb` decides if gathered tensors are kept: the run gathers some whose field is `auto`."""
     config = subject.config
     return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
         config.recompute.gathered_kv == "auto"

@@ -152,7 +152,7 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """One layer's properties, as far as layers may differ.
+    """The properties of one layer that may differ between a model's layers.
 
     Attributes:
         name: key in `model.layer_kinds`; "" if the model has no kinds.

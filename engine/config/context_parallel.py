@@ -44,11 +44,11 @@ def exposed_share(num_kv_heads: int) -> Fraction:
 
 
 def method_of(config: "Config") -> Method:
-    """Return a checked config's method.
+    """Return the context-parallel method of a config that has passed the rules.
 
-    `auto` chooses the method that exposes fewer bytes; with latents, or if cp does not divide a rank's key/value heads, that is
-    `all_gather`. With kernel `explicit`, all keys and values are gathered at once, so their whole transfer is exposed. They are
-    kept for the backward, so it does not gather them again.
+    `auto` chooses `all_gather` with latents, or if cp does not divide a rank's key/value heads; otherwise the method that exposes
+    fewer bytes. With kernel `explicit`, all keys and values are gathered at once, so their whole transfer is exposed. They are kept
+    for the backward, which therefore does not gather them again.
     """
     asked = config.parallel.cp_method
     if asked != "auto":

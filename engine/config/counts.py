@@ -1,4 +1,4 @@
-"""Whole numbers as people write them: 8e12, 8T, 20B, 500M, 10k.
+"""Parse whole numbers as people write them: 8e12, 8T, 20B, 500M, 10k.
 
     10k  ->  10_000      1.5B  ->  1_500_000_000      8e12  ->  8_000_000_000_000      1.5  ->  refused
 

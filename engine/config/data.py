@@ -15,7 +15,7 @@ PositionOrigin = Literal["sample", "document"]
 
 
 class DataConfig(Section):
-    """The token source."""
+    """The corpora and tokenizer that a run's tokens come from, and how document ends affect attention, positions and loss."""
 
     train: Annotated[Sources, MEANT] = Field(
         default_factory=list,

@@ -1,4 +1,4 @@
-"""Translation from earlier versions' names to today's.
+"""Translate configuration names from earlier versions to today's.
 
 config.yaml with format_version 1, manifest.json, a run's events     earlier names are translated when these files are read
 a file without format_version, section.key=value                     typed by a user: an earlier name is refused, with today's name
@@ -53,7 +53,7 @@ def _with_sources(tree: Any) -> Any:
 
 
 def _place(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
-    """Return (mapping, key) for the place of a dotted name in the tree; the mapping is empty if the name's section is missing."""
+    """Find the (mapping, key) for a dotted name's value, present or not; the mapping is empty if the name's section is missing."""
     section, dot, key = dotted.partition(".")
     if not dot or dotted in tree:
         return tree, dotted

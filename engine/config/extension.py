@@ -236,7 +236,7 @@ Measure = Callable[["Config", ParallelSizes], OwnCosts]
 
 
 def as_ours(config: "Config", sizes: ParallelSizes) -> OwnCosts:
-    """Assume that an extension's parts cost as much as the built-in ones."""
+    """Return zero extra costs, as if an extension's parts cost as much as the built-in ones."""
     return NO_COSTS
 
 

@@ -49,7 +49,7 @@ class ExtensionConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: object) -> object:
-        """Accept a bare source, and fill in the digest if the sources can be read."""
+        """Accept a source alone in place of the section, and fill in the digest and moments if the sources can be read."""
         tree = {"source": given} if isinstance(given, str) else given
         if not isinstance(tree, Mapping) or tree.get("digest") or not isinstance(tree.get("source"), str):
             return tree
@@ -64,7 +64,7 @@ class ExtensionConfig(Section):
     def lines(self) -> list[str]:
         """One line that names the provided parts, and a second with their measured costs or with why these are unknown.
 
-        There is no second line before `with_costs` attaches either, or if the parts cost as much as built-in ones.
+        The second line is left out until `with_costs` has attached costs, and if the parts cost as much as built-in ones.
         """
         return [str(self), *([str(self._costs)] if self._costs != NO_COSTS else [])]
 
@@ -123,7 +123,7 @@ def with_costs(config: "Config", costs: OwnCosts) -> "Config":
 def placed(section: object, folder: Path) -> object:
     """Make the source path in an `extension` section absolute; a relative path starts at `folder`.
 
-    If the sources no longer have the digest in the section, return the copy that a run keeps in `folder`, if it has one.
+    If the sources no longer have the section's digest, the path becomes that of the copy that a run keeps in `folder`, if any.
     """
     if isinstance(section, dict):
         source, digest = placed(section.get("source"), folder), section.get("digest")
@@ -175,7 +175,7 @@ def parts_list_their_parameters(subject: Subject) -> Iterator[Problem]:
 
 
 def _unfit(spec: object, names: set[str], tp: int) -> str:
-    """Describe what is wrong with a parameter that a part's `specs` lists; "" if nothing is. `names` are its earlier names."""
+    """Describe what is wrong with a parameter in a part's `specs`; "" if nothing is. `names`: the parameters listed before it."""
     if not isinstance(spec, ParamSpec):
         return f"{spec!r}, which is no ParamSpec"
     if not spec.name or spec.name in names:

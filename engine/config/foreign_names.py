@@ -354,7 +354,7 @@ def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
 
 
 def our_name(dotted: str) -> str | None:
-    """Translate a name into ours: a field, `field=value`, a field with a remark, or a name in `ALWAYS_ON`.
+    """Translate a name into ours; the result is a field, `field=value`, a field with a remark, or a name in `ALWAYS_ON`.
 
     Return None if no name of ours fits, or several do.
 
@@ -381,7 +381,7 @@ def _depth(field: str) -> int:
 
 
 def has_our_name(dotted: str) -> bool:
-    """Whether `FOREIGN_NAMES` has another engine's key, so that it has a name here."""
+    """Whether `FOREIGN_NAMES` translates another engine's key."""
     return dotted in FOREIGN_NAMES or dotted.rpartition(".")[2] in FOREIGN_NAMES
 
 

@@ -47,7 +47,7 @@ class Fp8Config(Section):
 
 
 def without_gather(tree: dict[str, Any]) -> None:
-    """Reset `precision.fp8.gather` to bf16 in a configuration tree without sequence parallelism."""
+    """Set `precision.fp8.gather` to bf16, in place, if the configuration tree has FP8 but no sequence parallelism."""
     if tree["precision"]["fp8"] is not None and not tree["parallel"]["sequence_parallel"]:
         tree["precision"]["fp8"]["gather"] = "bf16"
 

@@ -116,7 +116,7 @@ class ScheduleConfig(Section):
 
     @property
     def is_v(self) -> bool:
-        """Whether the model's chunks are placed in a V."""
+        """Whether the model's chunks are placed on the ranks in a V (`engine/layout/placement.py`)."""
         return self.name in RUNS_IN_A_V if self.file is None else self.file.text.is_v
 
 

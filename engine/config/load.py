@@ -161,7 +161,7 @@ def _place_extension(reading: _Reading, folder: Path) -> None:
 
 
 def _complete_phases(reading: _Reading, config: Config) -> Config:
-    """Give every phase each field that any phase has; then set the config to the fields of phase `train.phase`, or the first."""
+    """Give every phase each field that any phase has; return the config with the fields of phase `train.phase`, or the first."""
     if not config.phases:
         return config
     base = config.model_dump(mode="json", exclude={"phases"})
@@ -279,7 +279,7 @@ def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str
 
 
 def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) per field, so that `parallel={tp: 2, pp: 2}` overrides no other key of the section."""
+    """Yield (dotted name, value), for a section's mapping one pair per field, so that `parallel={tp: 2}` overrides only `tp`."""
     if isinstance(value, dict) and value and section_at(dotted) is not None:
         for key, inner in value.items():
             yield from _flat(f"{dotted}.{key}", inner)

@@ -58,8 +58,8 @@ class MLAConfig(Section):
 def softmax_scale(model: "ModelConfig", kind: "LayerKind") -> float | None:
     """Factor on a layer's attention logits; None: 1 / sqrt(query size).
 
-    With latent attention and YaRN's `mscale_all_dim` m, it is (0.1 m ln(factor) + 1)^2 / sqrt(query size), as in DeepSeek's own
-    code. A configured `model.attention_scale` replaces both.
+    With latent attention and YaRN's `mscale_all_dim` m, the factor is (0.1 m ln(factor) + 1)^2 / sqrt(query size), as in DeepSeek's
+    own code. If `model.attention_scale` is set, it is the factor.
     """
     if model.attention_scale is not None or model.mla is None:
         return model.attention_scale

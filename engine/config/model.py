@@ -43,7 +43,7 @@ BYTES_VOCABULARY = 257
 
 
 def _head_is_true(value: object) -> object:
-    """Convert `head` to true: both values of `qk_norm` mean a norm over each head.
+    """Convert `head` to true, which means the same for `qk_norm`: a norm over each head. Other values stay.
 
     Raises:
         ValueError: `value` is none of true, false, head and all_heads.

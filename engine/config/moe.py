@@ -112,7 +112,7 @@ class MoEConfig(Section):
 
 
 def dispatch_of(config: "Config") -> DispatchName:
-    """Return how tokens reach their experts' ranks; with `auto`, by the form that sends fewer bytes.
+    """Return how tokens reach their experts' ranks; `auto` chooses the method that sends fewer bytes.
 
     An all-gather sends each token to ep ranks, an all-to-all to at most `top_k` ranks.
     """

@@ -1,4 +1,4 @@
-"""Configuration rules for phases: their names, their ends, and settings that rule out several phases."""
+"""Configuration rules for phases: their names, their ends, and settings that do not allow several phases."""
 
 from collections.abc import Iterator
 
@@ -36,7 +36,7 @@ def phases_follow_each_other(subject: Subject) -> Iterator[Problem]:
 
 
 def phases_can_change(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each field whose value rules out several phases, or phases with different batch sizes or lengths."""
+    """Yield a problem for each field whose value does not allow several phases, or phases with different batch sizes or lengths."""
     config, phases = subject.config, run_phases(subject.config)
     if len(config.phases) > 1 and not config.checkpoint.saves:
         yield subject.problem(

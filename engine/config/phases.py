@@ -107,7 +107,7 @@ class DataSegment:
 
 
 def run_phases(config: "Config") -> tuple[RunPhase, ...]:
-    """List a run's phases in order; empty if its length is not given, or given twice."""
+    """List a run's phases in order; empty if the config gives no length for the run, or more than one."""
     train, found = config.train, list[RunPhase]()
     lengths = [train.steps is not None, train.tokens is not None, bool(config.phases)]
     if sum(lengths) != 1:
@@ -135,7 +135,7 @@ def _entries(config: "Config") -> list[dict[str, Any]]:
 
 
 def current_phase(config: "Config") -> RunPhase:
-    """The phase whose fields a checked config has."""
+    """Return the phase whose fields the config has (`train.phase`); the config must have passed the rules."""
     phases = run_phases(config)
     return next((phase for phase in phases if phase.name == config.train.phase), phases[0])
 

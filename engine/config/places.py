@@ -45,7 +45,7 @@ def _local_tokenizer(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Check a name that people read in logs and tables.
+    """Check that a name fits into one line of a log or table, and return it.
 
     Raises:
         ValueError: it is longer than `LONGEST_NAME`, or has a newline or another character that is not printed.

@@ -101,7 +101,7 @@ def planned_steps(config: "Config") -> int | None:
 
 
 def planned_tokens(config: "Config") -> int | None:
-    """Number of tokens in the run, rounded up to whole steps; None if its length is not given, or given twice."""
+    """Number of tokens in the run, rounded up to whole steps; None if the config gives no length for the run, or more than one."""
     phases = run_phases(config)
     return phases[-1].end_token if phases else None
 

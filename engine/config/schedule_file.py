@@ -1,4 +1,4 @@
-"""A pipeline schedule as text: its format, and a schedule file as a configuration value.
+"""Parse pipeline schedules written as text, and read the schedule files that a configuration names.
 
 schedule=mine pp=2 vpp=1 microbatches=3 forward_only=no placement=loop        placement is optional; default: loop
 rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
@@ -50,7 +50,7 @@ class ScheduleText:
 
     @property
     def is_v(self) -> bool:
-        """Whether a rank's chunks are placed in a V."""
+        """Whether a rank's two chunks are placed in a V (`engine/layout/placement.py`)."""
         return self.placement == "v"
 
     @property

@@ -37,7 +37,7 @@ class OnResume:
 
         layout    the field affects speed only: a difference is always allowed, and printed
         meant     the run becomes another one, which may be intended: allowed if `checkpoint.accept` names the field
-        never     the weights or the place in the data would mean something else: always refused
+        never     the weights or the position in the data would mean something else: always refused
 
     Attributes:
         verdict: one of these three words.
@@ -77,7 +77,7 @@ class Section(BaseModel):
 
     @classmethod
     def takes_bool(cls, name: str) -> bool:
-        """Whether the field `name` takes a bool."""
+        """Whether the type of the field `name` allows a bool."""
         return bool in _types(cls.model_fields[name].annotation)
 
     @classmethod
@@ -117,7 +117,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A rule's input: the config, and the cluster's numbers; None: not known."""
+    """A rule's input: the config, and the numbers of ranks in the run and on each node (None: not known)."""
 
     config: "Config"
     world_size: int | None

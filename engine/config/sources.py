@@ -1,4 +1,4 @@
-"""The corpora in a blend.
+"""List the corpora that a run blends, each with its share of the samples.
 
 data:
   train:

@@ -1,4 +1,4 @@
-"""Each layer's and the head's work in FLOPs, from the model's sizes alone.
+"""Count each layer's and the head's work in FLOPs, from the model's sizes alone.
 
 A forward has these FLOPs per token; h is the hidden size, V the padded vocabulary size:
 

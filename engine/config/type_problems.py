@@ -1,4 +1,4 @@
-"""Messages for values with a wrong type and for missing fields."""
+"""Turn pydantic's validation errors into messages: values with a wrong type, and missing fields."""
 
 import difflib
 from collections import defaultdict

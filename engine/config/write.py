@@ -13,7 +13,7 @@ COMMENT_COLUMN = 36
 
 
 def to_yaml(config: Config, *, describe: bool = False) -> str:
-    """Write the resolved tree as YAML that `load_config` reads back to an equal one.
+    """Format a config as YAML text; `load_config` reads a file with this text back to an equal config.
 
     Args:
         config: config to write.

@@ -1,4 +1,4 @@
-"""A reader for users' YAML, bounded in depth and size before any value is built.
+"""Read users' YAML; a text with too many levels or values is refused before any value is built.
 
 YAML 1.1 reads `0100` as 64, `1:30` as 90 and `2024-01-01` as a date; people mean none of them. They are text here, as in YAML 1.2,
 and a numeric field reads `0100` as 100.

@@ -108,7 +108,7 @@ def local_gradients(summed: Pending, dtype: torch.dtype) -> KeysAndValues:
 
 @cache
 def pieces_of(num_heads: int, num_kv_heads: int) -> list[HeadSlices]:
-    """Split a rank's heads into pieces."""
+    """Split a rank's heads into pieces: some key/value heads each, with the query heads that read them."""
     group = num_heads // num_kv_heads
     bounds = pairwise(accumulate(heads_of_pieces(num_kv_heads), initial=0))
     return [HeadSlices(slice(first, stop), slice(first * group, stop * group)) for first, stop in bounds]

@@ -1,4 +1,4 @@
-"""Context-parallel cut along a microbatch's rows, made once on the host, after labels are shifted.
+"""Cuts a context-parallel rank's part from a microbatch's rows, on the host, after labels are shifted.
 
     tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: this rank's runs, row by row; the same for tokens ahead
 

@@ -1,4 +1,4 @@
-"""Distribution of a row's tokens to context-parallel ranks, balanced by attention work.
+"""Distributes a row's tokens to context-parallel ranks, balanced by attention work.
 
 A causal query sees all earlier keys, so most attention work is in a row's later half. A row with s tokens is cut into equal blocks.
 All c ranks get equally many blocks: s/c tokens each, whatever the documents are. The heaviest block is dealt first, to the least

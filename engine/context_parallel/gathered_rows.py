@@ -1,4 +1,4 @@
-"""Whole rows gathered over cp before attention: MLA latents, or keys and values for the `explicit` kernel.
+"""Gathers whole rows over cp before attention: MLA latents, or keys and values for the `explicit` kernel.
 
     rows [s/c, b, n, d] --all-gather--> [s, b, n, d]      backward: reduce-scatter
 

@@ -1,4 +1,4 @@
-"""Attention-work imbalance among the ranks that share rows.
+"""Computes how unevenly attention work is spread over the ranks that share rows.
 
 Each gather waits for the slowest rank, so the busiest rank determines a microbatch's time.
 
@@ -20,7 +20,7 @@ def work_of_ranks(rows: Sequence[Sequence[int]], size: int, windows: Windows) ->
 
 
 def imbalance(microbatches: Sequence[Sequence[int]]) -> float:
-    """Compute the imbalance over microbatches, each given as its ranks' work."""
+    """Compute the imbalance over microbatches; each is given as the list of its ranks' work."""
     return sum(map(max, microbatches)) * len(microbatches[0]) / sum(map(sum, microbatches))
 
 

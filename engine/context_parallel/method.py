@@ -1,4 +1,4 @@
-"""Mixer selection, made once when the model is built: how attention reaches whole rows."""
+"""Chooses a run's mixer when the model is built: how attention reaches whole rows."""
 
 from collections.abc import Callable
 from functools import partial

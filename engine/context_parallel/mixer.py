@@ -73,7 +73,7 @@ class Mixer:
     def mixed(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None, first: int = 0
     ) -> torch.Tensor:
-        """Attend from q [s, b, n, d] to rows [s_k, b, ..]; q has this rank's query heads from `first` on."""
+        """Attend from q [s, b, n, d] to rows [s_k, b, ..] -> [s, b, n * d_v]; q's heads are this rank's, from number `first` on."""
         return self._attended(heads_first(q, *rows), self.kernels.choices.attention, mask, keys, first)
 
     def core(
@@ -111,7 +111,7 @@ class Mixer:
         return tokens_first(mixed)
 
     def sinks_of(self, heads: slice) -> torch.Tensor | None:
-        """Select sinks by this rank's query heads, tracked by autograd."""
+        """Select the sinks for a range of this rank's query heads, tracked by autograd."""
         return None if self.sinks is None else self.sinks.tracked()[heads]
 
     def _drop(self, keys: DropoutKeys | None, first: int, probabilities: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Data: from tokens on disk to a step's microbatches. Only `loader`, `documents` and `sequence_part` import torch."""
+"""Turns tokens on disk into each step's microbatches. Only `loader`, `documents` and `sequence_part` import torch."""

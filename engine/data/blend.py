@@ -115,7 +115,7 @@ class Blend:
         return source, periods * self.shares[source] + int(self._rank[place])
 
     def next_of_each(self, sample_id: int) -> list[tuple[SampleSource, int]]:
-        """Pair each source with the id of its first sample at or after a blend sample."""
+        """For each source, return (source, id of its first sample that no blend sample before `sample_id` has used)."""
         periods, place = divmod(sample_id - self.first_id, len(self._table))
         taken = np.bincount(self._table[:place], minlength=len(self.sources))
         starts = zip(self.sources, self.shares, taken, strict=True)

@@ -46,7 +46,7 @@ ENDS_AT_START = 100
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """A run's samples in three parts. Each has a sample for every id >= 0; it is None if the configuration has no such part."""
+    """A run's train, valid and test samples. A part has a sample for every id >= 0, and is None if it is not configured."""
 
     train: SampleSource
     """Training samples. If the sample length or blend changes during the run: the present segment's samples, numbered from 0."""
@@ -176,7 +176,7 @@ def open_run_datasets(config: Config, progress: Progress | None = None) -> Datas
 
 
 def open_orders(source: SampleSource, sample_id: int) -> None:
-    """Build the document order of the epoch with `sample_id` for each corpus, so that the first read finds it in the cache.
+    """Build, for each corpus, the order of the epoch that `sample_id` has reached, so that the first read finds it in the cache.
 
     Raises:
         DataError: the index cache cannot be written.

@@ -43,7 +43,7 @@ class EpochKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochIndex:
-    """The three arrays described in the module docstring."""
+    """One epoch's `document_order`, `token_offsets` and `sample_order`; the module docstring describes them."""
 
     document_order: NDArray[np.int64]
     token_offsets: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""The microbatches of a step as tensors on the device, read ahead by one thread.
+"""Delivers each step's microbatches as tensors on the device; one thread reads ahead.
 
     samples (mmap)  --thread, `prefetch_steps` ahead-->  CPU tensors [b, s] (pinned for CUDA)  --next_step-->  device
 
@@ -62,7 +62,7 @@ class MicroBatch:
 
 
 def count_labels(microbatches: Sequence[MicroBatch]) -> list[float]:
-    """Sum the counted labels over a rank's microbatches: next-token labels first, then tokens ahead at distances 1 .. D."""
+    """Sum label counts over microbatches; return 1 + D sums: next-token labels, then labels 1 .. D tokens further ahead."""
     return [sum(counts) for counts in zip(*((each.num_tokens, *each.num_ahead) for each in microbatches), strict=True)]
 
 

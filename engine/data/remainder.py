@@ -137,7 +137,7 @@ class Remainder:
 
 
 def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the pieces that a cut's samples cover, without the first `read` samples in training order.
+    """Find the pieces that a cut's unread samples cover: all samples but the first `read` in training order.
 
     A piece ends with the last label in its last sample.
 
@@ -175,7 +175,7 @@ class ContinuedStream:
         self._left = 0 if remainder is None else len(remainder) - read
 
     def after(self, count: int, seq_length: int) -> "ContinuedStream":
-        """Continue after the first `count` samples, with the same or another sample length.
+        """Return the stream after this stream's first `count` samples, cut into samples with `seq_length` labels.
 
         Raises:
             DataError: the corpus has too few tokens for one sample with `seq_length` labels, or the index cache cannot be written.

@@ -20,7 +20,7 @@ from triaxis.engine.errors import DataError
 
 
 def with_tokenizer(config: Config) -> tuple[Config, str | None]:
-    """Fill in the tokenizer's name in the configuration; also return a note if no record names it and bytes are assumed.
+    """Return the configuration with its tokenizer's name, and a note if bytes are assumed because there is no record; else None.
 
     Raises:
         DataError: a corpus was encoded by another tokenizer, the recorded tokenizer is not found, or bytes are assumed and the
@@ -47,7 +47,7 @@ def recorded_end(config: Config, tokenizer: Tokenizer) -> int:
 
 
 def corpora_of(config: Config) -> list[str]:
-    """List the corpus prefixes that a run's phases name, each once; none for synthetic data."""
+    """List the corpus prefixes in all of a run's phases, without repeats; empty for synthetic data."""
     phases = [at_phase(config, entry["name"]).data for entry in config.phases] or [config.data]
     named = ([*data.train, *(data.valid or ())] for data in phases if not data.synthetic)
     return list(dict.fromkeys(source.path for sources in named for source in sources))

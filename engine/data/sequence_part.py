@@ -61,7 +61,7 @@ class RowStretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequencePart:
-    """The positions that this rank holds in b rows, and the order of all ranks' parts.
+    """The positions that this rank holds in b rows, and the permutations between all ranks' parts and the rows.
 
     Attributes:
         runs: this rank's runs in each row; the host reads them without waiting for the device.

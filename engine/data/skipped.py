@@ -49,7 +49,7 @@ class SkippedRanges:
         return cls(tuple(merged))
 
     def with_(self, ranges: Iterable[tuple[int, int]]) -> "SkippedRanges":
-        """Return the union with more ranges."""
+        """Return these ranges merged with more ranges."""
         return SkippedRanges.of((*self.ranges, *ranges))
 
     def id_at(self, position: int) -> int:
@@ -70,7 +70,7 @@ class SkippedRanges:
         return self.id_at(position), self.id_at(position + count - 1) + 1
 
     def keeps_past_of(self, earlier: "SkippedRanges", consumed_samples: int) -> bool:
-        """Whether these ranges contain `earlier` and leave the run's first `consumed_samples` samples unchanged; True for 0."""
+        """Whether these ranges contain `earlier` and give the same first `consumed_samples` ids; True if nothing is consumed."""
         if consumed_samples == 0:
             return True
         # Ids ascend strictly, and this one skips at least as much: if the last ids are equal, so are all earlier ones.

@@ -1,1 +1,1 @@
-"""The devices of a node: GPUs, their driver, pinned host memory and small copies."""
+"""Finds a node's GPUs and their driver, and provides pinned host memory and small copies."""

@@ -1,4 +1,4 @@
-"""Torch's CUDA allocator: its setting at startup, and how often it ran short."""
+"""Configures torch's CUDA allocator at startup, and counts how often it ran short of memory."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 def set_up_allocator(
     config: RuntimeConfig, variables: Mapping[str, str], apply: Callable[[str], None] | None = None
 ) -> None:
-    """Let CUDA segments grow, unless the user's environment configures the allocator.
+    """Turn on torch's expandable CUDA segments if `config` says so and no environment variable configures the allocator.
 
     Call it before the first tensor is created. Setting an environment variable instead would not work: torch reads the variables
     during its import, before this function runs. Also, torch 2.9 ignores the newest variable name for this option.

@@ -1,4 +1,4 @@
-"""NVIDIA's driver on this node: version, number of GPUs, supported CUDA builds (standard library only).
+"""Reads NVIDIA's driver on this node: version, number of GPUs, supported CUDA builds (standard library only).
 
 `launch/start/bootstrap.py` reads it before anything is installed; ranks read it to explain why torch finds no GPU.
 

@@ -1,4 +1,4 @@
-"""Page-locked ("pinned") host memory in the requested size, rounded up to a page.
+"""Provides page-locked ("pinned") host memory in the requested size, rounded up to a page.
 
 A GPU copies to and from page-locked memory asynchronously; with pageable memory the host waits for each copy. torch's pinned
 allocator rounds every request up to a power of two, so a 1.3B GPT's state takes 25.9 GB instead of 15.8 GB. Here memory is mapped,
@@ -89,7 +89,7 @@ class RuntimeCalls(Protocol):
 
 
 class CudaRuntime:
-    """The CUDA runtime for one device."""
+    """`RuntimeCalls` through torch; `synchronize` waits for one device."""
 
     PORTABLE = 1
     """`cudaHostRegisterPortable`: memory is page-locked for every CUDA context in the process."""
@@ -144,7 +144,7 @@ class CudaPageLock:
 
 
 def _keep(memory: torch.Tensor) -> None:
-    """Do nothing: the registration keeps the argument alive."""
+    """Do nothing: `atexit` holds this call, and so keeps `memory` alive."""
 
 
 def page_lock_of(device: torch.device) -> PageLock:

@@ -1,4 +1,4 @@
-"""Expert load over a global batch: its counts, the bias that balances it, and buffer overflow.
+"""Counts the experts' load over a global batch and rows that overflow buffers, and moves the biases that balance the load.
 
     a layer's forward      adds its tokens' choices to counts [layers with experts, E], and counts rows that overflow the buffer;
     once a step            all-reduces the counts over the world; then each router's bias moves (2408.15664):
@@ -88,9 +88,9 @@ class ExpertLoad:
         return world.all_reduce(self._counts, f"{EXPERTS} load")
 
     def update(self, counts: torch.Tensor, skip: torch.Tensor) -> None:
-        """Move each bias up or down by the rate, as the counts [layers, E] over the global batch ask.
+        """Raise the biases of experts below the mean load by the rate, and lower those of experts above it.
 
-        Nothing moves if `skip`, a bool on the device, is true.
+        `counts` [layers, E] is the load over the global batch. Nothing changes if `skip`, a bool on the device, is true.
         """
         if not self._rate:
             return

@@ -1,4 +1,4 @@
-"""Token dispatch to the ranks that hold their experts, and the way back for outputs.
+"""Sends tokens to the ranks that hold their experts, and the outputs back.
 
     x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] for this rank's experts, ordered by expert;
     row outputs [R, h]                    --combine-->   y [T, h], summed over each token's experts.

@@ -1,4 +1,4 @@
-"""Both projections in a rank's experts, over token rows ordered by expert.
+"""Applies both projections of a rank's experts to token rows ordered by expert.
 
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
     up     inner = rows W_up[e]^T        [R, f or 2 f]

@@ -1,4 +1,4 @@
-"""State that a model chunk's MoE layers share, built once per rank: routing rule, dispatch form and load counts."""
+"""Builds what a rank's MoE layers share: routing rule, dispatch form and load counts."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Routing: k experts chosen for each token, and weights for their outputs.
+"""Routes tokens: chooses k experts for each token, and weights for their outputs.
 
     logits = x W^T [T, E]      scores s = softmax(logits) or sigmoid(logits)      all in the accumulation dtype
     choice                     the k largest s + bias, on a tie the lower expert; with groups, only within the best groups
@@ -80,7 +80,10 @@ class Router:
         return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
 
     def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
-        """Build the choice from `experts` int64 [T, k]. The T tokens are flattened from [T / samples, samples]."""
+        """Build the choice from `experts`, with `fractions` from `counted`, both int64 [T, k].
+
+        The T tokens are flattened from [T / samples, samples].
+        """
         return Choice(experts, self._fractions(counted, scores, samples))
 
     def _fractions(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> torch.Tensor | None:
@@ -130,7 +133,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def count_values(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Count each of 0 .. count - 1 among integers, int64 [count]; the host reads nothing, unlike torch.bincount."""
+    """Count how often 0 .. count - 1 occur in `values`: int64 [count]; unlike in torch.bincount, the host reads nothing."""
     flat = values.flatten()
     return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
@@ -193,7 +196,7 @@ def _scores(logits: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _of_shares(scores: torch.Tensor, of_sample: torch.Tensor) -> torch.Tensor:
-    """Compute the scores' gradient [T, E] from that of their shares s / sum(s), [b, E], which a sample's tokens have in common."""
+    """Compute the scores' gradient [T, E] from the gradient for s / sum(s), [b, E], which is equal for all tokens in a sample."""
     samples, num_experts = of_sample.shape
     total = scores.sum(-1, keepdim=True)
     grad = of_sample.expand(scores.shape[0] // samples, samples, num_experts).reshape(scores.shape)

@@ -174,7 +174,7 @@ def _write_gradient(
     softcap: float | None,
     z_loss: float,
 ) -> None:
-    """Write the gradient over z [tokens, v]. In one compiled pass, comparing every column with the target is free."""
+    """Write the gradient over z [tokens, v]; it compares each column with the target, which costs nothing in a compiled pass."""
     columns = torch.arange(z.shape[1], device=z.device)
     is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
     softmax = _exp_of_difference(z, log_sum)

@@ -1,4 +1,4 @@
-"""The logits z = c tanh(y / (d c)) from the head's product y, and the weight of their z-loss."""
+"""Computes the logits z = c tanh(y / (d c)) from the head's product y."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ PLAIN_LOGITS = LogitOptions()
 
 
 def chunks(z: torch.Tensor) -> Iterator[slice]:
-    """Yield row slices for z [tokens, v]; each covers about one chunk's elements (`CHUNK_NUMEL`)."""
+    """Yield slices over the tokens in z [tokens, v]; each covers about `CHUNK_NUMEL` elements."""
     num_rows = max(1, CHUNK_NUMEL[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], num_rows):
         yield slice(start, start + num_rows)

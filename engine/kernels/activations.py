@@ -24,7 +24,7 @@ from triaxis.engine.numerics.precision import accumulate
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """An activation's functions: x [.., f] -> [.., f], and (x, grad [.., f]) -> gradient for x.
+    """An activation's forward, x [.., f] -> [.., f], and its backward, (x, grad [.., f]) -> gradient for x.
 
     A gated activation takes x = [gate | up], [.., 2f]. In `eager_backward`, torch's own kernels write each half of the gradient
     directly into the result, which saves two passes over memory compared with `cat`. Compiled code cannot do this, because a
@@ -88,7 +88,7 @@ class _Activated(torch.autograd.Function):
 def _backward_and_total(
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute x's gradient, and its sum over tokens."""
+    """Return x's gradient, computed by `backward`, and the sum of this gradient over tokens."""
     grad_x = backward(x, grad)
     return grad_x, total_of(grad_x)
 
@@ -99,7 +99,10 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute [dy up silu'(gate) | dy silu(gate)], where silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))."""
+    """Compute SwiGLU's gradient for x = [gate | up]: [dy up silu'(gate) | dy silu(gate)], where dy is `grad`.
+
+    silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))
+    """
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
     sigmoid = gate.sigmoid()
     slope = sigmoid * (1 + gate * (1 - sigmoid))
@@ -122,7 +125,7 @@ def _geglu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute [dy up g'(gate) | dy g(gate)] for GELU's tanh approximation g.
+    """Compute the gradient for x = [gate | up]: [dy up g'(gate) | dy g(gate)], g being GELU's tanh approximation.
 
     g(z)  = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3);
     g'(z) = (1 + t) / 2 + z (1 - t^2) / 2 sqrt(2 / pi) (1 + 0.134145 z^2)

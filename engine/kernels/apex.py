@@ -108,7 +108,7 @@ def apex_failure(device: torch.device) -> str:
 
 
 def apex_refusal(device: torch.device, reason: str) -> str:
-    """Word the config problem for `kernels.optimizer = apex` on a device where it does not run."""
+    """Write the config error for `kernels.optimizer = apex` on a device where it does not run."""
     return (
         f"kernels.optimizer = apex does not run here, on {device.type} ({reason}). Another kernel would have other bits than what "
         "was asked for. NVIDIA's apex is built from its sources (github.com/NVIDIA/apex, with its C++ and CUDA extensions). "

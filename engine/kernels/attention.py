@@ -1,4 +1,4 @@
-"""Attention by the kernel named in the configuration.
+"""Computes attention with the kernel named in the configuration.
 
     sdpa                       torch chooses a kernel for the shapes; `attention_trials.chosen` names it
     flash, cudnn, efficient    the named torch backend, or an error before anything is built (`attention_trials.py`)

@@ -1,4 +1,4 @@
-"""Trials that run attention kernels on a short sequence, forward and backward, before anything is built."""
+"""Tries attention kernels on a short sequence, forward and backward, before anything is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -80,7 +80,7 @@ def _failure(kernel: str, shape: AttentionShape, run: Callable[[], None]) -> str
 
 
 def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
-    """Word the config problem for a named kernel that does not run here."""
+    """Write the config error for a named kernel that does not run here."""
     dtype = str(shape.dtype).removeprefix("torch.")
     other = "sdpa" if shape.pattern.is_plain else "auto"
     return (
@@ -140,7 +140,7 @@ def _try_part(kernel: str, shape: AttentionShape) -> None:
 
 
 def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
-    """Build a mask and the other `attention` arguments that use every feature in the shape's pattern."""
+    """Return a mask, and keyword arguments for `attention`, that together use every feature in the shape's pattern."""
     pattern, device = shape.pattern, shape.device
     halves = Documents.of([[_TRIED_LENGTH // 2] * 2]).map(lambda tensor: tensor.to(device))
     mask = Mask(_TRIED_LENGTH // 4 if pattern.windows else None, halves if pattern.documents else None)

@@ -1,4 +1,4 @@
-"""Bias gradients, summed in the function that computes dY, the gradient for the linear layer's output.
+"""Sums a bias gradient in the function that computes dY, the gradient for the linear layer's output.
 
 A bias is added to every token, so its gradient is dY summed over tokens. The function that computes dY still has it in registers or
 in a cache; a later sum in the layer would read it from memory once more.

@@ -61,7 +61,7 @@ class _KeyedDropout(torch.autograd.Function):
 def _dropped(
     x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (x f, f)."""
+    """Return (x f, f), where f is 1 / (1 - p) for kept elements and 0 for dropped ones."""
     keep = keyed_hash(keys, positions) >= int(p * 2**32)
     factor = keep.to(accumulation_dtype(x.dtype)).mul_(1.0 / (1.0 - p)).to(x.dtype)
     return x * factor, factor
@@ -70,7 +70,7 @@ def _dropped(
 def _dropped_on(
     residual: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute (residual + x f, f)."""
+    """Return (residual + x f, f), with f as in `_dropped`."""
     dropped, factor = _dropped(x, keys, positions, p)
     return residual + dropped, factor
 

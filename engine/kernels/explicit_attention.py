@@ -47,7 +47,7 @@ def explicit_attention(
 
 
 def _unseen(mask: Mask, s: int, s_k: int, device: torch.device) -> torch.Tensor:
-    """Build the hidden-key mask: bool [s, s_k], or [b, 1, s, s_k] with documents or a part."""
+    """Build the mask that is True where a key is hidden: bool [s, s_k], or [b, 1, s, s_k] with documents or a part."""
     keys = torch.arange(s_k, device=device)
     queries = keys[s_k - s :] if mask.part is None else mask.part.positions.unsqueeze(1)
     unseen = keys > queries.unsqueeze(-1)

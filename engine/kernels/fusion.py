@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Fusion:
-    """The way elementwise functions run.
+    """The runner for elementwise functions: calls them operator by operator, or compiled.
 
     Args:
         form: `eager` or `compiled`, as the module's docstring describes them.
@@ -78,7 +78,7 @@ def compiler_failure(device: torch.device) -> str:
 
 
 def compiler_refusal(device: torch.device, reason: str) -> str:
-    """Word the config problem for `compiled` kernels when no compiler works for `device`."""
+    """Write the config error for `compiled` kernels when no compiler works for `device`."""
     needed = "" if device.type == "cpu" else f"triton  {pip_install('triton')}  and "
     return (
         f"kernels.elementwise or kernels.optimizer is `compiled`, and torch.compile makes no kernel for {device.type} "

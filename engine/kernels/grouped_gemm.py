@@ -1,4 +1,4 @@
-"""GEMMs for several experts over rows ordered by expert.
+"""Multiplies rows, ordered by expert, by their experts' matrices.
 
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
 
@@ -118,7 +118,7 @@ def _tried(dtype: torch.dtype, ends: Ends, kernel: ExpertKernel) -> tuple[torch.
 
 
 def grouped_gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
-    """Word the config problem for `kernels.experts = grouped` on a device where it does not run."""
+    """Write the config error for `kernels.experts = grouped` on a device where it does not run."""
     return (
         f"kernels.experts = grouped does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} (torch says: "
         f"{reason}). Another kernel would have other speed than what was asked for. kernels.experts=loop runs anywhere."

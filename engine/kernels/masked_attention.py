@@ -41,8 +41,8 @@ class Mask:
     Attributes:
         window: number of keys that a query sees, its own included; None for all keys up to its own.
         documents: documents in the keys' rows; None if each row is one document.
-        part: queries' place in the keys' rows (context parallelism); None if they are the rows' last positions: every position in
-            training, only the newest one in generation.
+        part: positions of the queries in the keys' rows (context parallelism); None: the rows' last positions, which are all
+            positions in training and the newest one in generation.
     """
 
     window: int | None = None
@@ -112,7 +112,7 @@ def grad_of_sinks(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that runs the kernel's own forward and backward once each."""
+    """Autograd function that runs the kernel's own forward and backward, and computes the sinks' gradient."""
 
     @staticmethod
     def forward(

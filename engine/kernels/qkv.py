@@ -1,4 +1,4 @@
-"""The split of one projection into queries, keys and values, rotated for attention, and the join of their gradients.
+"""Splits one projection into queries, keys and values, rotated for attention; the backward joins their gradients.
 
     forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; RoPE on q and k if there is any
     backward   rotate the gradients back and concatenate them; for a bias, sum them over tokens
@@ -104,6 +104,6 @@ def _joined_in_place(
 
 
 def _and_total(joined: Callable[..., torch.Tensor], *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute x's gradient, and its sum over tokens."""
+    """Join the gradients for q, k and v to the one for x; return it, and its sum over tokens."""
     grad = joined(*grads)
     return grad, total_of(grad)

@@ -1,4 +1,4 @@
-"""A run's kernels: the `kernels` section with each `auto` resolved for the device, tried before anything is built.
+"""Chooses a run's kernels: resolves each `auto` for the device, and tries every choice before anything is built.
 
     kernels.      operation                                     choices                                   reference, in float64
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, varlen,

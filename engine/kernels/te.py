@@ -1,4 +1,4 @@
-"""Transformer Engine's GEMM (`general_gemm`, cuBLASLt), as the linear layers call it.
+"""Calls Transformer Engine's GEMM (`general_gemm`, cuBLASLt) for the linear layers.
 
     forward                 Y  = X W^T (+ bias)    layout TN, A = W [out, in], B = X [n, in]
     gradient of the input   dX = dY W              layout NN, A = W [out, in], B = dY [n, out]
@@ -204,7 +204,7 @@ def _compare(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> N
 
 
 def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
-    """Word the config problem for `kernels.linear = te` on a device where it does not run."""
+    """Write the config error for `kernels.linear = te` on a device where it does not run."""
     return (
         f"kernels.linear = te does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} ({reason}). Another GEMM "
         f"would have other speed and other bits than what was asked for. {how_to_install()} kernels.linear=torch runs anywhere."

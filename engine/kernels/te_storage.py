@@ -1,4 +1,4 @@
-"""FP8 matrices as Transformer Engine's GEMM reads them: TE's storage classes for one scale and for block scales.
+"""Wraps FP8 matrices in the storage classes that Transformer Engine's GEMM reads, for one scale and for block scales.
 
     blocks       storage                           scales for a matrix [rows, columns], contiguous
     whole        `Float8TensorStorage`             fp32 [1]

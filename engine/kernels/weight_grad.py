@@ -1,4 +1,4 @@
-"""The accumulation of a weight's gradient in its main grad, dW += dY^T X.
+"""Adds a weight's gradient to its main grad: dW += dY^T X.
 
     separate   a GEMM in the run's dtype into a new tensor, then an addition to the main grad in a pass of its own
     fused      a GEMM that adds to the main grad in the accumulation dtype (cuBLAS: 16-bit inputs, 32-bit output)
@@ -55,7 +55,7 @@ def weight_grad_failure(
 def weight_grad_refusal(
     kernel: WeightGradKernel, dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device, reason: str
 ) -> str:
-    """Word the config problem for a named kernel that does not run here."""
+    """Write the config error for a named kernel that does not run here."""
     names = [str(each).removeprefix("torch.") for each in (dtype, main_grad_dtype)]
     return (
         f"kernels.weight_grad = {kernel} does not run here, with a GEMM of {names[0]} that adds to {names[1]} on "

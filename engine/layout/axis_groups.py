@@ -1,4 +1,4 @@
-"""A layout's process groups: axes, members, and NCCL's use of a GPU."""
+"""List a layout's process groups by axis, and choose how NCCL uses a GPU for each."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ CONNECTED_LATER = ("pp",)
 def axis_groups(
     grid: RankGrid, kv_heads: int | None, *, has_experts: bool = False
 ) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
-    """Yield (name, rank groups, channel) per axis, in creation order; equal ranks and channel are one process group."""
+    """Yield (name, rank groups, channel) per axis, in creation order; axes with equal ranks and channel share a process group."""
     yield "world", [tuple(range(grid.world_size))], ""
     yield "tp", grid.groups("tp"), ""
     yield "cp", grid.groups("cp"), ""

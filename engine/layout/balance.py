@@ -1,4 +1,4 @@
-"""Layers per stage, balanced by their work; the head counts as work too.
+"""Choose how many layers each pipeline stage gets, so that the work is balanced; the head counts as work too.
 
     8 layers of work 1, a head of 2, pp 4        even      2 2 2 2 + head    the busiest rank has 4.
                                                  balanced  2 3 2 1 + head    the busiest rank has 3.

@@ -1,4 +1,4 @@
-"""The cut of a model's layers into pipeline stages.
+"""Cut a model's layers into pipeline stages.
 
     10 layers, pp 2, vpp 2        stage 0        stage 1     stage 2     stage 3
                                   embedding 0 1  2 3 4       5 6 7       8 9 head

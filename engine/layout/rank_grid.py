@@ -39,7 +39,8 @@ class ParallelSizes:
     """Number of ranks on each axis, and sizes derived from them.
 
     Attributes:
-        ep, etp: number of ranks in a stage over which experts, and each one's width, are cut; dp x cp x tp = expert_dp x ep x etp.
+        ep: number of ranks in a stage over which experts are cut; dp x cp x tp = expert_dp x ep x etp.
+        etp: number of ranks in a stage over which each expert's width is cut.
         vpp: chunks per pipeline rank.
         is_v: whether a rank's two chunks are placed in a V.
     """
@@ -208,7 +209,7 @@ class RankGrid:
         return tuple(tuple(self.rank(**where, **inner) for inner in self._walk(free)) for where in self._walk(fixed))
 
     def end_stage_groups(self) -> tuple[tuple[int, ...], ...]:
-        """List the one or two pipeline ranks with the end stages at each (dp, cp, tp), which hold a tied embedding."""
+        """For each (dp, cp, tp), list the one or two ranks with the first and last stage; a tied embedding is on these."""
         return tuple((group[0], group[-1])[: self.sizes.num_ends] for group in self.groups("pp"))
 
     def expert_blocks(self) -> tuple[tuple[int, ...], ...]:

@@ -5,14 +5,14 @@ MOST_RANKS = 2**20
 
 
 def too_many_ranks(world_size: int) -> str | None:
-    """State the rule that too many ranks break; None if they can be listed."""
+    """Return the broken rule in words if there are too many ranks; None if they can be listed."""
     if world_size <= MOST_RANKS:
         return None
     return f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory"
 
 
 def partial_node(world_size: int, ranks_per_node: int) -> str | None:
-    """State the rule that a partly used node breaks; None if the world fills whole nodes, or fits on one."""
+    """Return the broken rule in words if the last node would be partly used; None if the world fills nodes, or fits on one."""
     if world_size <= ranks_per_node or world_size % ranks_per_node == 0:
         return None
     return (
@@ -21,7 +21,7 @@ def partial_node(world_size: int, ranks_per_node: int) -> str | None:
 
 
 def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None:
-    """State the rule that a tensor-parallel group across two nodes breaks; None if each group is on one node."""
+    """Return the broken rule in words if a tensor-parallel group spans two nodes; None if each group is on one node."""
     if world_size <= ranks_per_node or ranks_per_node % tp == 0:
         return None
     return (

@@ -57,7 +57,7 @@ class ParamSpec:
         init: initial value.
         decay: whether weight decay applies (matrices: yes; norms and biases: no).
         tp_dim: dim that tensor parallelism cuts (for experts, the dim that etp cuts); None if every tp rank holds it whole.
-        padded_size: size along `tp_dim` with padding (the vocabulary), or None.
+        padded_size: size along `tp_dim` with padding (only the vocabulary's); None: no padding.
         grad_is_partial: whether each tp replica computes only a part of the gradient. `sequence`: yes under sequence parallelism,
             because it acts on a sequence shard. `always`: it acts only on this rank's heads or tokens. Else `never`.
         tied_ends: whether it is on the first and the last stage (the tied embedding).
@@ -107,8 +107,8 @@ class ParamRecord:
         spec: the parameter.
         box: part of the logical tensor held here (empty in a dim where start == stop: pure padding).
         local_shape: the physical tensor's shape: the box, plus the vocabulary's padding rows.
-        replicas: axis over which other ranks hold the same box, or None. `reduce_over` is not named: every parameter is replicated
-            there.
+        replicas: axis over which other ranks hold the same box, or None. The axis `reduce_over` is never named here, since every
+            parameter is replicated over it.
         sum_over: axis over which the replicas' gradients are partial sums, added after the data-parallel reduction; None if each
             replica computes the whole gradient.
         reduce_over: axis over which gradients from other samples are summed.
@@ -129,7 +129,7 @@ class ParamRecord:
 
     @property
     def update(self) -> Update:
-        """What changes the parameter."""
+        """What changes the parameter: the optimizer, a rule of its own, or (if frozen) nothing."""
         if not self.spec.is_trained:
             return "rule"
         return "frozen" if self.is_frozen else "optimizer"
@@ -205,7 +205,7 @@ def localize(
 
 
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Compute the range of items in part `index`; with fewer items than parts, neighbouring parts share one.
+    """Compute the range (start, stop) of the items in part `index`; with fewer items than parts, neighbouring parts share an item.
 
     One of `size` and `parts` divides the other (a rule in `engine/config/model.py`).
     """

@@ -1,1 +1,1 @@
-"""Linear layers: their three products in each form, column- and row-parallel, and the vocab-parallel embedding."""
+"""Column- and row-parallel linear layers, and the vocab-parallel embedding; their products by torch, in FP8, or by TE."""

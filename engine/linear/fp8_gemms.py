@@ -39,7 +39,7 @@ Scale = torch.Tensor | None
 
 @dataclass(frozen=True, slots=True)
 class Fp8Form(LinearForm):
-    """GEMMs with FP8 operands.
+    """The form that builds a layer's products as GEMMs with FP8 operands.
 
     Attributes:
         fp8: recipe and backend.
@@ -49,8 +49,8 @@ class Fp8Form(LinearForm):
         makes_again: test whether the current layer recomputes the named part in the backward (`SavedTensors.makes_again`).
         sends: whether sequence parallelism gathers FP8 bytes (`precision.fp8.gather`).
         counts: counters for the values that FP8 loses (`fp8_shares.py`); None: nothing is counted.
-        alone_without: names of parts (`recompute.modules`). If one of them is recomputed, it saves the layer's input too; if none
-            is, only this layer saves it. None: another layer always saves it too.
+        alone_without: parts (`recompute.modules`) that also save the layer's input if they are recomputed; if none is, only this
+            layer saves it. None: another layer always saves it too.
     """
 
     fp8: Fp8
@@ -244,7 +244,7 @@ class Fp8Gemms(LinearGemms):
             counts.add(self.parts.name, role, matrix, rounded)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
-        """Compute the largest absolute value in `parts`, over tp and cp if `over_tp` and `over_cp`; None with block scales."""
+        """Compute the largest absolute value in `parts`: over tp if `over_tp`, over cp if `over_cp`; None with block scales."""
         if not self.form.fp8.recipe.is_tensorwise:
             return None
         each = [self.form.fp8.amax(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Values that FP8 loses, counted per linear layer and operand on every K-th step (`telemetry.fp8_interval`).
+"""Counts the values that FP8 loses, per linear layer and operand, on every K-th step (`telemetry.fp8_interval`).
 
     forward     X as the GEMM reads it, once per microbatch (not in a replay), and W once
     backward    dY as the input-gradient GEMM reads it

@@ -1,4 +1,4 @@
-"""A linear layer's weights, and its three products with them.
+"""Computes a linear layer's three products with its weights.
 
     forward           Y  = X W^T (+ bias)
     input gradient    dX = dY W
@@ -78,7 +78,7 @@ class FusedWeights:
         return self.values.now()
 
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
-        """Add a gradient to the main grads, once per run of adjacent members, and count it in the members' buckets.
+        """Add a gradient to the main grads, by one call of `add` per group of adjacent members, and notify the members' buckets.
 
         `grad` is dY [n, out] and `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
         """
@@ -285,14 +285,14 @@ class GeluGemms(LinearGemms):
 
 
 class LinearForm:
-    """The way in which some layers compute their products: here in the run's dtype."""
+    """A builder of layers' products; this base class builds them in the run's dtype."""
 
     def alone(self, *parts: str) -> "LinearForm":
-        """Adapt the form to a layer that alone saves its input, unless one of these parts (`recompute.modules`) is recomputed."""
+        """Return the form for a layer that alone saves its input, unless one of `parts` (`recompute.modules`) is recomputed."""
         return self
 
     def gemms(self, parts: LinearParts) -> LinearGemms:
-        """Build a layer's products."""
+        """Build the object that computes a layer's products."""
         return LinearGemms(parts)
 
 

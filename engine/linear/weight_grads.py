@@ -1,4 +1,4 @@
-"""Weight-gradient GEMMs, run at once or later: zero-bubble schedules separate them from the input gradient."""
+"""Defers weight-gradient GEMMs for zero-bubble schedules, which run them apart from the input gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class WeightGradQueue:
         self._work: list[DeferredGrad] = []
 
     def defer(self, work: DeferredGrad) -> None:
-        """Queue work for `take`."""
+        """Queue a weight gradient until `take` collects it; allowed only while `deferring` is set."""
         assert self.deferring
         # Detached, because their autograd graph would keep the stage's input and its gradient alive.
         part, other = work.part.detach(), work.other.detach()
@@ -64,7 +64,7 @@ class WeightGradQueue:
 
 @torch.no_grad()
 def add_deferred(work: list[DeferredGrad]) -> None:
-    """Compute the weight gradients and empty the list; each gather runs during the GEMM before its own."""
+    """Compute the weight gradients and empty the list; each gather overlaps the previous gradient's GEMM."""
     gathers = [each.gather(each.part) for each in work[:1]]
     while work:
         gathers += [each.gather(each.part) for each in work[1:2]]

@@ -48,7 +48,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def main_grad_dtype(dtype: torch.dtype, choice: Literal["full", "bf16"]) -> torch.dtype:
-    """Return the dtype for gradient sums and reductions (`precision.gradients`): the accumulation dtype, or the weights' dtype."""
+    """Return the dtype for gradient sums: `full`: the accumulation dtype; `bf16`: the weights' dtype (`precision.gradients`)."""
     return accumulation_dtype(dtype) if choice == "full" else dtype
 
 

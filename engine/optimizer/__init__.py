@@ -1,1 +1,1 @@
-"""Flat buffers, gradient reduction, the sharded optimizer, clipping and learning rates."""
+"""Reduce gradients in flat buffers, clip them, and update the parameters with a sharded optimizer."""

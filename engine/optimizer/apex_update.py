@@ -1,4 +1,4 @@
-"""Updates through apex's FusedAdam kernel: all owned runs, in one launch per update rule.
+"""Update all owned elements with apex's FusedAdam kernel, in one launch per update rule.
 
 If gradients have the parameters' dtype, the kernel writes the masters and the parameters. Otherwise it writes only the masters, and
 a second pass copies them to the parameters.
@@ -33,7 +33,7 @@ def update_by_apex(
 
     Args:
         trained: this rank's trained buckets.
-        runs_of: each bucket's runs, with their rules.
+        runs_of: each bucket's runs of elements, as (slice, update rule).
         lr: learning rate for the step.
         grad_scale, num_updates: scalars on the device; `num_updates` counts the updates before this one.
         skip: a bool on the device.

@@ -82,7 +82,7 @@ class DistributedOptimizer:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
         precision: stored forms for masters and moments.
-        is_compiled, apex: kernel choice, as above; torch's if neither is given.
+        is_compiled, apex: kernel choice, as in the module's table; the kernel is `torch` if neither is given.
         own: an extension's rule, which runs only through `_update`, compiled or not.
 
     Attributes:
@@ -151,7 +151,7 @@ class DistributedOptimizer:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates in the moments; on a GPU the host waits."""
+        """Number of updates so far, without skipped steps; on a GPU the host waits to read it."""
         return int(self._num_updates)
 
     def step(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
@@ -267,7 +267,8 @@ def _update(
 ) -> None:
     """Update tensors [blocks, n] in place, in their stored forms; nothing changes if `skip`.
 
-    `factors` has a row for each block: the values from `Update.factors`, then the weight decay.
+    `kept` are the masters, or a split master's remainders; None: the parameters are the masters. `factors` has a row for each
+    block: the values from `Update.factors`, then the weight decay.
     """
     wide = factors.dtype
     kept = parameters if kept is None else kept

@@ -74,7 +74,7 @@ class WeightSlots:
         self._used: Bucket | None = None
 
     def use(self, bucket: "Bucket") -> None:
-        """Make a bucket's weights complete until another one of the buffer is used."""
+        """Wait until a bucket's weights are gathered; they stay complete until another bucket of the same buffer is used."""
         for number in self._order.use(self._numbers[id(bucket)]):
             gathered, slot = self._buckets[number], number % len(self._held)
             held, self._held[slot] = self._held[slot], gathered

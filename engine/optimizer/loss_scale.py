@@ -1,6 +1,6 @@
 """The loss scale: a factor in the backward that keeps small fp16 gradients from becoming zero (1710.03740).
 
-    backward     d loss x scale / its divisor            on the last stage and in routers; gradients come out x scale.
+    backward     d loss x scale / the loss's divisor     on the last stage and in routers; gradients come out x scale.
     overflow     the squared gradient norm is not finite while the loss is, and the scale may still fall
                  -> no update in this step; overflow number `hysteresis` and each later one halve the scale, until it doubles.
     update       gradients / scale; after `window` updates in a row the scale doubles.
@@ -61,7 +61,7 @@ class LossScale:
         return self.scale > (self._config.minimum if self.is_dynamic else torch.inf)
 
     def update(self, overflowed: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Update the scale after a step; `overflowed`, and `skipped` for any reason, are bools on the device."""
+        """Update the scale after a step. `overflowed` and `skipped` (for whatever reason) are bools on the device."""
         if not self.is_dynamic:
             return
         config, overflows = self._config, overflowed.to(AGREEMENT_DTYPE)

@@ -38,8 +38,8 @@ def learning_rate(consumed_tokens: int, step_tokens: int, optimizer: OptimizerCo
         consumed_tokens: tokens consumed before the step.
         step_tokens: tokens per step; settings in steps count this many tokens each.
         optimizer: `lr`, `min_lr`, and the fields for warm-up, decay and cooldown.
-        num_tokens: tokens in the whole run. A step that begins at the end or later has the final rate. The run's last step is
-            slightly above it, so with min_lr = 0 no step is wasted.
+        num_tokens: tokens in the whole run. A step that begins at the end or later has the final rate. The run's last step has
+            a slightly higher rate, so with min_lr = 0 no step is wasted.
     """
     warmup = warmup_tokens(optimizer, step_tokens)
     if consumed_tokens < warmup:
@@ -100,7 +100,7 @@ def warmup_tokens(optimizer: OptimizerConfig, step_tokens: int) -> int:
 
 
 def _undecayed(consumed_tokens: int, optimizer: OptimizerConfig, warmup: int) -> float:
-    """Compute the rate between warm-up and cooldown; an inverse root begins at `warmup`, at least one step."""
+    """Compute the rate after the warm-up, before any fall to `min_lr`; for `inverse_sqrt`, `warmup` is at least one step long."""
     if optimizer.lr_schedule != "inverse_sqrt":
         return optimizer.lr
     return optimizer.lr * math.sqrt(warmup / max(consumed_tokens, warmup))

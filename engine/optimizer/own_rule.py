@@ -1,4 +1,4 @@
-"""An extension's update rule, tried before the first step."""
+"""Look up an extension's update rule, and try it on a few elements before the first step."""
 
 import torch
 
@@ -25,7 +25,7 @@ def require_elementwise(rule: type[UpdatePart], config: OptimizerConfig) -> None
     """Try an extension's rule on a row of elements.
 
     Raises:
-        ConfigError: it returns something other than the new master and as many new moments, all with the elements' shape.
+        ConfigError: it does not return a new master and one new tensor for each moment, all with the elements' shape.
     """
     elements = torch.ones(6, dtype=AGREEMENT_DTYPE)
     moments = [torch.zeros_like(elements) for _ in rule.moments]

@@ -3,7 +3,7 @@
     kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
     master       the exact weights; the parameters themselves `masters: split`   exact: the parameter holds the upper 16 bits,
                  in fp32 and float64 runs, and if frozen                         a remainder the lower 16
-    moments      the optimizer's moments (its record)         `moments: bf16`    rounded after each step
+    moments      the optimizer's moments (`OptimizerKind`)    `moments: bf16`    rounded after each step
     ema          the masters' moving average                  -
 
 Bytes per parameter in a bf16 run with AdamW's two moments, including the weight and its fp32 main grad: wide 2 + 4 + 12 / dp; both
@@ -137,7 +137,10 @@ class OptimizerState:
         torch.where(skip, average, moved, out=average)
 
     def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor], torch.Tensor | None]:
-        """Slice the stored parameters, masters (None: the parameters are their own), moments, and average (or None)."""
+        """Slice the stored tensors; return (parameters, masters, moments, average).
+
+        The masters are None if the parameters are the masters; the average is None if none is kept.
+        """
         master, average = self._kept[MASTER], self._kept.get(EMA)
         beside = None if master is self._parameters else master[where]
         moments = [kept[where] for kind, kept in self._kept.items() if kind not in (MASTER, EMA)]

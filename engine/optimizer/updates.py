@@ -22,7 +22,7 @@ State = Mapping[StateKind, Tensors]
 class Update(Protocol):
     """One optimizer's update rule, which is element-wise: any cut through the flat buffers gives the same bits.
 
-    An extension's rule (`triaxis.engine.config.extension.UpdatePart`) has only the last two methods.
+    An extension's rule (`triaxis.engine.config.extension.UpdatePart`) has only `factors` and `elementwise`.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class AdamW:
 
     @staticmethod
     def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
-        """Compute [lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr]."""
+        """Compute [lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr], where t is `step`."""
         # In float64, which 1 - 0.999 needs.
         bias_1, bias_2 = 1 - torch.pow(config.beta1, step), 1 - torch.pow(config.beta2, step)
         return [lr / bias_1, bias_2.rsqrt(), torch.full_like(step, lr)]

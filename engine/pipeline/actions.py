@@ -1,4 +1,4 @@
-"""The vocabulary of a pipeline schedule: its actions and the schedule itself, with `Placement` from the layout.
+"""Defines a pipeline schedule and its actions; re-exports `Placement` from the layout.
 
     1F1B, pp 2, 3 microbatches            a row per pp rank, its compute actions in order
 

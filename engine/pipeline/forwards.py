@@ -14,8 +14,8 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """Build a schedule with forwards only, on stages placed as in training.
 
     If the placement is a loop, microbatches go through a rank's chunks in groups of pp, as in interleaved 1F1B. If it is a V,
-    microbatch i starts on stage s at slot 2 i + s. A rank's two stages, s and 2 pp - 1 - s, never need the same slot, so a rank
-    waits only before its first and after its last action.
+    microbatch i starts on stage s at time slot 2 i + s, with one forward per slot. A rank's two stages, s and 2 pp - 1 - s, never
+    need the same slot, so a rank waits only before its first and after its last action.
     """
 
     def turn(rank: int, action: Action) -> tuple[int, ...]:
@@ -29,5 +29,5 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def of_forward(sizes: ParallelSizes, num_microbatches: int) -> Schedule:
-    """Build the schedule for validation or generation."""
+    """Build the forward-only schedule for a layout's pipeline sizes."""
     return forward_only(Placement(sizes.pp, sizes.vpp, sizes.is_v), num_microbatches)

@@ -114,7 +114,8 @@ class _Timed:
     def order(self) -> tuple[float, int, int]:
         """The sorting key: by time, then by the stage's distance from the start of the pass, then by microbatch.
 
-        A rank in its warm-up thus receives the next microbatch, while it computes, before it sends the current one.
+        In warm-up a rank thus posts the receive of the next microbatch ahead of the send of the current one, and computes the
+        current one meanwhile.
         """
         stage = self.transfer.stage
         return (self.time, stage if self.transfer.direction == "forward" else -stage, self.transfer.microbatch)

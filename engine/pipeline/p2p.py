@@ -1,4 +1,4 @@
-"""Point-to-point traffic of one pipeline rank: tensors that arrive, that leave, and that stay on the rank.
+"""Sends and receives the tensors between pipeline stages for one rank, and hands over those that stay on the rank.
 
 Two axes with the same ranks carry it: activations go over `pp_forward`, their gradients over `pp_backward`. Each `Post` is one
 group call. A tensor for a stage on the same rank never touches an axis.

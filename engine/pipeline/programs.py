@@ -1,4 +1,4 @@
-"""The two forms of a schedule's program, and which of them runs next.
+"""Holds the two forms of a schedule's program, and chooses which of them runs next.
 
 Receives are posted early, ahead of need, or late, right before their use:
 

@@ -161,7 +161,7 @@ class _Posted:
 def execute(
     rows: Mapping[int, Row], members: Mapping[Any, Sequence[int]], rules: Rules | None = None
 ) -> Conflict | Stuck | None:
-    """Run all ranks as far as they can go.
+    """Run all ranks until their rows end, two ends of a call conflict, or no rank can go on.
 
     Args:
         rows: each rank's row, by rank.

@@ -1,4 +1,4 @@
-"""The schedules: functions from sizes to every rank's compute actions.
+"""Builds the schedules: every rank's compute actions, from the pipeline's sizes.
 
     gpipe         FFFFBBBB        all forwards, then all backwards: m microbatches in flight
     1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down: p - r in flight
@@ -31,7 +31,7 @@ from triaxis.engine.pipeline.zero_bubble import zb_h1, zbv
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
     """Build a schedule of all forwards, then all backwards (1811.06965).
 
-    In flight on every rank: m microbatches. Bubble: (p - 1)/m of the ideal time.
+    In flight on every rank: all m microbatches. Bubble: (p - 1)/m of the ideal time, for p ranks.
     """
     return _warm_up_then_alternate("gpipe", pp, 1, num_microbatches, lambda rank: num_microbatches)
 
@@ -39,7 +39,7 @@ def gpipe(pp: int, num_microbatches: int) -> Schedule:
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """Build the 1F1B schedule (PipeDream-flush, 2006.09503).
 
-    In flight on rank r: min(p - r, m) microbatches. Bubble: (p - 1)/m of the ideal time.
+    In flight on rank r of p: min(p - r, m) of m microbatches. Bubble: (p - 1)/m of the ideal time.
     """
     # Before rank r gets its first gradient, microbatch 0 passes the p - r - 1 ranks below and one more forward runs here.
     return _warm_up_then_alternate("1f1b", pp, 1, num_microbatches, lambda rank: pp - rank - 1)
@@ -48,9 +48,11 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
 def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     """Build the interleaved 1F1B schedule (2104.04473, section 2.2), for any number of microbatches.
 
-    Microbatches go through a rank's chunks in groups of pp; the last group may have fewer. On rank r, min(m v, 2(p - r - 1) + (v -
-    1)p + 1) microbatch-chunks are in flight if m is a multiple of p, and at most so many if not. Bubble: (p - 1)/(v m) of the ideal
-    time. A partial last group makes the ranks wait for each other for up to p - (m mod p) further slots per chunk.
+    Microbatches go through a rank's v chunks in groups of p, the number of ranks; the last group may have fewer.
+
+    On rank r, min(m v, 2(p - r - 1) + (v - 1)p + 1) microbatch-chunks are in flight if m is a multiple of p, and at most so many if
+    not. Bubble: (p - 1)/(v m) of the ideal time. A partial last group makes the ranks wait for each other for up to p - (m mod p)
+    further slots per chunk.
     """
     # A group has passed the first v - 1 chunks after (v - 1)p forwards; then microbatch 0 still has to go down to the
     # last rank and its gradient back up, p - r - 1 slots each way.
@@ -152,9 +154,9 @@ def _require_positive(**sizes: int) -> None:
 
 
 def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) -> list[Action]:
-    """List one pass over all microbatches: groups of pp, each whole group through all chunks in the order given.
+    """List one pass's actions: microbatches in groups of pp, each group through all `chunks` in the order given.
 
-    The last group is whole too, so up to pp - 1 of its microbatches do not exist; the caller drops their actions.
+    The last group is filled up with at most pp - 1 microbatches that do not exist; the caller drops their actions.
     """
     return [
         Action(kind, chunk, microbatch)

@@ -1,4 +1,4 @@
-"""Schedules for people: a text form to read and diff, and a picture for the terminal.
+"""Writes schedules for people: as text to read and diff, and as a picture for the terminal.
 
     schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no          (placement=v where chunks are placed in a V)
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
@@ -138,7 +138,7 @@ def shade(action: Action) -> str:
 
 
 def ink(action: Action) -> str:
-    """Choose the letters' colour on `shade(action)`."""
+    """Choose the text colour for an action that is drawn on its `shade`."""
     return "white" if action.chunk % len(_COLOURS[action.kind]) >= 2 else "black"
 
 

@@ -94,9 +94,9 @@ def rules_for(receives: Receives, opened: Collection[Connection]) -> Rules:
 
 
 def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list[tuple[Rules, str, str]]:
-    """List sets of rules, each stricter than the one before it.
+    """List (rules, cause, remedy), from the most lenient rules to the strictest.
 
-    With each: the cause of a deadlock that no earlier set finds, and the remedy.
+    Cause and remedy belong to a deadlock that occurs under these rules but under none of the earlier ones.
     """
     explained = [
         (

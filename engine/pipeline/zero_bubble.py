@@ -1,4 +1,4 @@
-"""Schedules whose weight gradients fill the bubble.
+"""Builds schedules whose weight gradients fill the bubble.
 
 rank 0 of 3, 1F1B     F0 F1 F2 ........ B0    F3 B1    ...       B = I and W
              ZB-H1    F0 F1 F2 ...... I0 W0   F3 I1 W1 ...       ranks 1 and 2 ran their I0 before any W

@@ -1,1 +1,1 @@
-"""Faults during training: hangs, numbers that are not finite, replicas that differ."""
+"""Detect and handle faults during training: hangs, numbers that are not finite, replicas that differ."""

@@ -30,7 +30,7 @@ from triaxis.engine.telemetry.record.events import EventKind
 
 
 class GuardNotices(Protocol):
-    """Receiver of events; it is called on every rank, with the same arguments."""
+    """Receiver of a guard's events; every rank's guard calls its own receiver, with the same arguments."""
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None: ...
 
@@ -75,7 +75,7 @@ class Guard:
             self._replicas.post(step)
 
     def judge(self, step: int, result: StepResult) -> None:
-        """Judge a step by its numbers, and report any trouble; steps come in order.
+        """Judge a step by its numbers, and report any trouble; the caller passes the steps in order.
 
         Raises:
             DivergenceError: the run cannot continue.

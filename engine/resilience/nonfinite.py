@@ -69,7 +69,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
     Main grads are overwritten; weights stay as they are.
 
     Args:
-        engine: engine that holds the step's weights, or weights as near to them as exist.
+        engine: engine that holds the step's weights, or the nearest weights that still exist.
         microbatches: this rank's microbatches in the step.
 
     Returns:

@@ -1,1 +1,1 @@
-"""One run: its directory, its validations, and its garbage collection."""
+"""What a run does around its steps: keep a directory, validate, collect garbage."""

@@ -1,4 +1,4 @@
-"""The parts of the training loop, and a watcher that follows them."""
+"""Names of the training loop's parts, and the base class of watchers, which are called when a part begins."""
 
 from enum import StrEnum
 

@@ -1,1 +1,1 @@
-"""Files: atomic writes, bounded reads, and secrets kept out of them."""
+"""Writes files atomically, reads them within limits, and keeps secrets out of them."""

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and work that one process on a node does for all.
+"""Writes files that are complete or absent, and locks work that one process on a node does for all.
 
     write:  path.partial  --write, flush, fsync-->  --rename-->  path  --fsync of the folder-->  it survives a power cut
     build:  rank 0, 1, ... of a node  --flock on one lock file-->  the first builds, the others find it built

@@ -1,4 +1,4 @@
-"""Parsing for JSON from other sources, with one kind of error for all faults."""
+"""Parses JSON from other sources, with one kind of error for all faults."""
 
 import json
 import sys

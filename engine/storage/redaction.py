@@ -1,4 +1,4 @@
-"""Removal of the environment's secrets from everything that is written.
+"""Removes the environment's secrets from everything that is written.
 
     WANDB_API_KEY=0123abcd.., HF_TOKEN=hf_..    ->    [redacted] in every line, event, metric, page and recorded configuration
 

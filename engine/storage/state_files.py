@@ -1,4 +1,4 @@
-"""A run's small state files, read in bounded time and memory whatever is in their place.
+"""Reads a run's small state files in bounded time and memory, whatever is in their place.
 
 Reading a FIFO waits for a writer, a device may be endless, and a damaged file may have any size and encoding.
 """
@@ -155,7 +155,7 @@ def try_to_write(folder: Path) -> None:
 
 
 def _obstacle(path: Path) -> Path | None:
-    """Return the path or its nearest parent that exists, if that is not a folder; else None."""
+    """Return the nearest existing path among `path` and its parents if it is no folder; None if it is one."""
     for place in (path, *path.parents):
         try:
             mode = place.stat().st_mode

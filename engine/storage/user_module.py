@@ -1,4 +1,4 @@
-"""A user's Python module: where its sources are, their digest, and the module itself.
+"""Finds, hashes, loads and copies a user's Python module.
 
     scaled_mlp.py        a file; it is loaded under a private name, so a file named models.py or engine.py hides no other module
     mylab/               a package (the folder that holds `__init__.py`), also loaded under a private name
@@ -168,7 +168,7 @@ def keep(run: Path, source: str, digest: str) -> None:
 
 
 def available_source(source: str, digest: str, run: Path) -> str:
-    """Return `source` if its files have this digest; else the copy in the run directory `run`; else `source`."""
+    """Return `source` if its files have this digest, else the path of the copy in `run`; without a copy, `source` all the same."""
     with suppress(UserModuleError):
         if find_sources(source).digest() == digest:
             return source
@@ -203,7 +203,7 @@ def _run(sources: Sources, name: str) -> ModuleType:
 
 
 def _place(error: BaseException, sources: Sources) -> str:
-    """Format an error's last place in the sources, or the place where Python could not parse them; "" if there is none."""
+    """Format the last line in the sources that an error passed through, or a syntax error's line; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: "
     files = {str(path) for _, path in sources.files()}

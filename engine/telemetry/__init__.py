@@ -1,1 +1,1 @@
-"""Measurements of a run and their outlets: counts and formulas, terminal, JSONL, wandb, TensorBoard."""
+"""Measures a run's steps and writes the numbers to the terminal, JSON lines files, wandb and TensorBoard."""

@@ -74,7 +74,10 @@ class TrainingObserver:
     _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after `steps_made` steps. After a rollback, discard the posted steps whose records were not written yet."""
+        """Start observing with `steps_made` steps complete.
+
+        When called again after a rollback, discard the steps that have ended and have no record yet.
+        """
         self.timers.end_step()
         self._ended.clear()
         for meter in self.meters:
@@ -103,7 +106,7 @@ class TrainingObserver:
         self._cp_imbalance = imbalance(work) if work else None
 
     def end_step(self) -> None:
-        """Stop the step's clock. `on_step` is called for the same step later; its calls come in the order of the steps."""
+        """Stop the step's clock. `on_step` is called for the same step later; its calls keep the steps' order."""
         for meter in self.meters:
             meter.after_update()
         memory = peak_memory_bytes(self.device)
@@ -147,7 +150,7 @@ class TrainingObserver:
                 )
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
-        """Report that memory ran short on `num_ranks` ranks in step `step` (from 0); the next steps post receives late."""
+        """Report that GPU memory ran short on `num_ranks` ranks in step `step`, counted from 0, and what the run does about it."""
         ranks = counted(num_ranks, "rank")
         message = (
             f"the allocator of {ranks} ran short of memory and had to free some. The next steps post each receive right before its "

@@ -1,4 +1,4 @@
-"""Activations that enter the tensor-parallel region outside a linear layer.
+"""Brings activations into the tensor-parallel region outside a linear layer.
 
     x [s(/t), b, n] --f--> [s, b, n]        backward: sum over tp, on this rank's tokens
 
@@ -35,7 +35,7 @@ class _Entered(torch.autograd.Function):
 
 
 def outside_of(region: TensorParallelRegion) -> TensorParallelRegion:
-    """Derive the region for a layer whose input does not enter: its weight is whole on all tp ranks, or its input has entered."""
+    """Derive the region for a layer whose input does not enter: the weight is not cut over tp, or the input entered earlier."""
     return _Outside(region.axis, region.sequence_parallel, cuts_entered=region.sequence_parallel)
 
 

@@ -34,7 +34,7 @@ class TensorParallelRegion:
         axis: the tp axis.
         sequence_parallel: whether activations outside the region are sharded along the sequence.
         keeps_gathered: whether gathered inputs are saved whole for the backward.
-        cuts_entered: whether each tp rank still has only a part of an activation after `enter`.
+        cuts_entered: whether `enter` leaves an activation sharded along the sequence, for layers whose input does not enter.
     """
 
     axis: Axis

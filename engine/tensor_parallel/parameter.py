@@ -27,7 +27,7 @@ class ParameterBucket(Protocol):
     Attributes:
         is_complete: whether the bucket's weights are complete now.
         stays: whether complete weights stay so until the next update.
-        version: gather count: one after each update, and one after loading.
+        version: number of times that the weights have changed: once by each update, and once by loading.
     """
 
     is_complete: bool

@@ -250,7 +250,7 @@ def _numbers(text: str) -> list[int]:
 def _try(
     args: argparse.Namespace, label: str, change: Sequence[str], folder: Path, name: str
 ) -> LayoutResult | Failed | None:
-    """Train one layout and return its outcome; in a dry run, print how it would start and return None."""
+    """Train one layout, and return its measurements or why it failed; a dry run prints the start and returns None."""
     try:
         path = write_config(args.config, (*args.overrides, *change), args.steps, folder, name, os.environ)
         if not args.dry_run:
@@ -275,7 +275,7 @@ def _print_outcome(outcome: LayoutResult | Failed) -> None:
 
 
 def _that_fits(args: argparse.Namespace, smaller: ParallelConfig | None) -> str:
-    """Build the command that tries a layout that fits the GPUs, or explain that there is none."""
+    """Return advice: the command that benchmarks the layout `smaller`, or that there is none if it is None."""
     if smaller is None:
         return " No smaller layout keeps the rules of this config."
     sizes = [f"{name}={getattr(smaller, name)}" for name in ("tp", "pp", "vpp", "ep", "etp")]

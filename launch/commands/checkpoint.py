@@ -242,7 +242,7 @@ def _tensor_table(manifest: "Manifest") -> Table:
 
 
 def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
-    """Count the tensors and the parameters in each module; modules without any are left out."""
+    """Return (number of tensors, number of parameters) by module; modules without tensors are left out."""
     counts: dict[str, tuple[int, int]] = {}
     numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
     for name, numel in numels.items():

@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parameters(config: Config) -> list[tuple[str, ...]]:
-    """Build a table of the parameters, header first; consecutive layers with equal parameters share rows."""
+    """Return the rows of a parameter table, the header first; consecutive layers with equal parameters share rows."""
     rows: list[tuple[str, ...]] = [("parameter", "shape", "lr x", "decay", "group")]
     for layers, name, one in _by_layers(grouped_parameters(config)):
         rule, group = one.rule, "" if one.number is None else config.optimizer.groups[one.number]["match"]

@@ -121,7 +121,7 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
 
 
 def import_source(family: str, source: Path) -> str:
-    """Origin string that an imported checkpoint records."""
+    """Text that an imported checkpoint stores as its origin: the model family and the source folder."""
     return f"hf-import of a {family}: {source}"
 
 

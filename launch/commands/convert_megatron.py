@@ -163,7 +163,7 @@ def export_megatron(args: argparse.Namespace) -> None:
 def _model(
     args: argparse.Namespace, theirs: Mapping[str, Any], source: str
 ) -> tuple[ModelConfig, dict[str, Any], list[str]]:
-    """Return the model, the part of the run's config that is known, and notes for the user."""
+    """Return the model section, the other config sections that are known, and notes for the user."""
     if args.config is not None:
         config = load_config(args.config, [], os.environ)
         if theirs:
@@ -193,7 +193,7 @@ def _model(
 
 
 def _known(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Build complete, validated sections from the matching Megatron-LM arguments."""
+    """Fill in defaults and validate the sections that Megatron-LM's arguments gave; omit `train` if it has no batch size."""
     kinds: dict[str, type[Section]] = {"train": TrainConfig, "optimizer": OptimizerConfig, "precision": PrecisionConfig}
     return {
         name: kinds[name].model_validate(values).model_dump(mode="json")

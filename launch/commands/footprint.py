@@ -346,7 +346,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
-    """Count equal (site, tensor, bytes) over layers and chunks, in order of first occurrence."""
+    """Count how often each (site, shape and dtype, bytes) of a saved tensor occurs over all layers and chunks."""
     rows: Counter[tuple[str, str, int]] = Counter()
     for one in found.saved:
         site = re.sub(r"\.\d+\.", ".N.", re.sub(r"^chunk \d+: ", "", one.site)) or "(the chunk itself)"
@@ -363,7 +363,7 @@ def _name(dtype: "torch.dtype") -> str:
 
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return (calls, ring bytes) for each axis, purpose and operation."""
+    """Return communication as {(axis, purpose, operation): (calls, ring bytes)}."""
     from triaxis.models.predict.traffic import measured_traffic
 
     volumes = measured_traffic(found.events)

@@ -324,7 +324,7 @@ def _number(text: str, option: str) -> int:
 
 
 def _lasting_name(name: str, model: _Model, out: Path) -> str:
-    """Return the tokenizer's name for the config: the copy in `out` if weights are imported, an absolute path, or a plain name."""
+    """Return a tokenizer name that is valid from any folder: an absolute path (in `out` if weights are imported), or a name."""
     if model.found is not None and model.folder is not None and name == str(model.folder / TOKENIZER_JSON):
         return str((out / TOKENIZER_JSON).absolute())
     return str(Path(name).absolute()) if Path(name).exists() else name

@@ -199,7 +199,7 @@ class Speed:
 
 @contextmanager
 def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[Done], None]]:
-    """Show a progress bar on a terminal, or an occasional line in a log file."""
+    """Show a progress bar on a terminal, or an occasional line in a log file; yield the function that updates it."""
     speed = Speed(total_bytes)
     if not console.is_terminal:
         yield LogLines(console, speed, total_bytes)
@@ -230,7 +230,7 @@ class LogLines:
 
 
 def show_prepared(console: Console, request: PrepareRequest, prepared: Prepared) -> None:
-    """Print what is now on disk, and the command that trains on it."""
+    """Print the corpus that is now on disk, and the command that trains on it."""
     record, prefix = prepared.record, request.output
     titles = Counter(reader_of(path, request.options).title for path in request.files)
     read_as = ", ".join(f"{count:,} as {title}" for title, count in titles.items())

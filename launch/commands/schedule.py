@@ -285,7 +285,7 @@ def _check(console: Console, to_check: list[Schedule], args: argparse.Namespace)
 
 
 def _times(console: Console, args: argparse.Namespace) -> None:
-    """Time the lowered program that a step runs, including its messages."""
+    """Simulate the lowered program of a step, sends and receives included, and print the times."""
     if args.config is None:
         if args.cluster is not None:
             raise ScheduleError("--cluster without a config: seconds follow from the sizes of a model. Name a config.")

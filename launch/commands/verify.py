@@ -307,7 +307,8 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
     num_trials = len(asked.trials) + bool(asked.against)
     if asked.against:
         console.print(
-            f"{' '.join(asked.against)} runs first, in one process; its log goes to standard error", style="dim"
+            f"the engine of --against ({' '.join(asked.against)}) runs first, in one process; its log goes to standard error",
+            style="dim",
         )
     try:
         for number, (one, verdict, against) in enumerate(verify_subject(asked), start=1):

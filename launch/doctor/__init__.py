@@ -1,1 +1,1 @@
-"""`triaxis doctor`: facts about every rank's node, measured paths between ranks, and the nodes that are out of line."""
+"""`triaxis doctor`: collect facts about every rank's node, measure paths between ranks, and name the nodes that are out of line."""

@@ -1,4 +1,4 @@
-"""The tools that compile a run's kernels on this node: a C compiler, and this Python's headers.
+"""Look for the tools that compile a run's kernels on this node: a C compiler, and this Python's headers.
 
     torch.compile  ->  triton  ->  a launcher for each kernel, built by gcc or clang with Python.h
 

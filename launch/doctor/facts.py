@@ -1,4 +1,4 @@
-"""Facts that one rank collects about its node by itself: versions, GPUs, sockets, data files."""
+"""Collect the facts that one rank can find out by itself about its node: versions, GPUs, sockets, data files."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""The output of NVIDIA's tools as tables.
+"""Parse the output of NVIDIA's tools into tables.
 
 TOPOLOGY's output  ->  links(text): GPU number -> GPU number -> NV18, PIX, SYS, ...
 QUERY's output     ->  uuids(text): GPU number -> UUID

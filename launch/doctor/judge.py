@@ -1,4 +1,4 @@
-"""Findings about nodes that are out of line, from all ranks' facts and rates.
+"""Find the nodes that are out of line, from all ranks' facts and rates.
 
 Nodes are compared with each other, never with a table of what hardware should do. A value is out of line if most nodes have
 another. A rate is out of line below half the median over equal groups (`SLOW`). Every rank computes the same findings.
@@ -306,7 +306,7 @@ def judge_clocks(seen: Examination) -> Iterator[Finding]:
 
 
 def _usual(values: Mapping[int, str]) -> str:
-    """Most common value; among equally common ones, the first rank's if it is one of them."""
+    """Most common value; in a tie, the first rank's value if it is among the tied ones, else the alphabetically last."""
     counts = Counter(values.values())
     first = values[min(values)]
     return max(counts, key=lambda value: (counts[value], value == first, value))

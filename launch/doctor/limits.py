@@ -1,4 +1,4 @@
-"""Two node limits that NCCL can exceed: memory that a process may lock, and the size of /dev/shm.
+"""Check two node limits that NCCL can exceed: memory that a process may lock, and the size of /dev/shm.
 
     RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against this
                      limit. `ulimit -l` shows it; a login shell, SLURM's daemon and a container may each set another value.

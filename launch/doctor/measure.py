@@ -1,4 +1,4 @@
-"""Measurements that need at least two ranks: bandwidth of groups and paths, clocks, folders.
+"""Measure what needs at least two ranks: bandwidth of groups and paths, clock offsets, folders that nodes share.
 
 Bus bandwidth is defined as in nccl-tests: the bytes per second that a ring moves over each link. So operations and group sizes
 can be compared with each other and with the hardware. t is the time per call, n the number of ranks:
@@ -46,7 +46,7 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
 
     Args:
         topology: this rank's topology.
-        sizes: messages, the same on all ranks in the same order.
+        sizes: messages to time; all ranks pass the same list.
         dtype: dtype of the tensors.
     """
     found = []

@@ -1,4 +1,4 @@
-"""The packages that a run may use on this node; those that may not work are tried.
+"""Look for the packages that a run may use on this node, and try those that may not work.
 
     torch, megatron-core, wandb    found by their metadata
     transformer-engine, apex       loaded as in a run that names them; a small computation in each is compared with torch's

@@ -1,4 +1,4 @@
-"""An order for sends between nodes in which each path is measured by itself."""
+"""Order the sends between nodes so that each path is measured by itself."""
 
 
 def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:

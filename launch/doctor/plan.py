@@ -1,4 +1,4 @@
-"""The messages, folders and files that `triaxis doctor` checks for a run, from its configuration."""
+"""Derive what `triaxis doctor` checks from a run's configuration: message sizes to measure, folders, data files, needs."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Slow groups, paths and hosts, each compared with its equals."""
+"""Find slow groups, paths and hosts, by comparing each with its equals."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

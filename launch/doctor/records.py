@@ -1,4 +1,4 @@
-"""Records that ranks exchange as JSON, and the findings that follow from them."""
+"""Define the records that ranks exchange as JSON, and the findings that follow from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

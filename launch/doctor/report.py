@@ -1,4 +1,4 @@
-"""The findings of `triaxis doctor`, for people and as JSON."""
+"""Print the findings of `triaxis doctor` for people, or build them as JSON."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict

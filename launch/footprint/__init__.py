@@ -1,1 +1,1 @@
-"""One rank's messages, memory and operators in any layout, counted in the engine's own code on tensors that hold no memory."""
+"""Count one rank's messages, memory and operators in any layout: the engine's own code runs on tensors that hold no memory."""

@@ -1,4 +1,4 @@
-"""Live bytes by kind, counted as storages come and go, and operators by the part of the model that needs them.
+"""Count live bytes by kind as storages are created and freed, and operators by the part of the model that runs them.
 
 Every operator passes a dispatch mode, which sees new storages; a weak reference reports when one is freed. This counts exactly what
 tensors hold at every moment, whether they are real or fake. An allocator's rounding and caching are not included.
@@ -92,13 +92,13 @@ class Extremes:
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Live bytes and operators, counted while the watch is entered.
+    """A mode that counts live bytes and operators while it is entered.
 
     Attributes:
         live: current bytes by kind.
         step: peaks and counts since `forget_peak`; they begin with the bytes that were live at that time.
         part: peaks and counts since `begin_part`, within the step.
-        phase: place to which operators count that run outside all modules.
+        phase: place under which operators outside all modules are counted.
         saved: tensors that autograd saved in each chunk's first forward, in order, each storage once.
     """
 
@@ -182,7 +182,7 @@ class MemoryWatch(TorchDispatchMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Exclude new tensors from the step and from the device's memory."""
+        """Exclude tensors that are created in the block from the step and from the device's memory."""
         self._is_outside = True
         try:
             yield
@@ -275,7 +275,7 @@ class MemoryWatch(TorchDispatchMode):
         return f"{of_node} (backward)" if of_node else self.phase
 
     def _of_node(self, found: Sequence[str]) -> str:
-        """Return the entry for the module whose backward runs; "" if there is none."""
+        """Return the entry of `found` for the module whose backward runs; "" if there is none."""
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
@@ -285,7 +285,7 @@ class MemoryWatch(TorchDispatchMode):
 
     @property
     def _site(self) -> tuple[str, str]:
-        """(chunk, module in it); empty outside a forward, and in a backward's recomputation."""
+        """(chunk, module in the chunk) whose forward runs; ("", "") outside a forward, and in a backward's recomputation."""
         return self._sites[-1] if self._sites else ("", "")
 
     def _see(self, tensor: torch.Tensor, operator: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Costs that an extension's parts add to a layer, measured in four steps without data: one layer and two, extended and not.
+"""Measure the costs that an extension's parts add to a layer, in four steps without data: one layer and two, extended and not.
 
 A step with two layers minus a step with one cancels the ends of the model. The result with the extension minus the result without
 it cancels what both share. Our layers' formulas stay the base of every prediction. The difference is measured where the parts

@@ -1,4 +1,4 @@
-"""A step in parts, one per pipeline instruction, and a long step added up from a short step's parts.
+"""Cut a step into parts, one per pipeline instruction, and add up a long step from a short step's parts.
 
     start | 0F0 | send | 0F1 | send, receive | 0B0 | ... | finish | update          a part: its calls, operators, live bytes
 
@@ -28,9 +28,13 @@ Likeness = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait for a call in this part (`own`: the call's index in it), for the receive that feeds the action (`fed`), for a call
-    in an earlier action (`before`: its kind and chunk, how many newer ones there are, and the call's index in it), or for a call
-    in an earlier part (`end`: its distance from the end of the row, and the call's index in it)."""
+    """A wait for one call. `of` says how the call is found, also in a longer row:
+
+    - own: call number `call` in the waiting part
+    - fed: the receive that feeds the waiting action
+    - before: call number `call` in an earlier `action` (kind, chunk), with `distance` newer ones of the same kind and chunk
+    - end: call number `call` in an earlier part, `distance` parts before `finish`
+    """
 
     of: Literal["own", "fed", "before", "end"]
     call: int = 0
@@ -233,7 +237,7 @@ class PartBook:
 
 
 class _Sum:
-    """One addition of a book's parts over a program's row."""
+    """The running sum of a book's parts along one row of a program."""
 
     def __init__(self, book: PartBook, program: Program, rank: int) -> None:
         self.book = book
@@ -299,7 +303,7 @@ class _Sum:
             live[kind] += change
 
     def _call(self, wait: Wait, instruction: Instruction | None, first: int) -> int:
-        """Return the number of the awaited call."""
+        """Return the awaited call's number in `posted`."""
         if wait.of == "own":
             return first + wait.call
         if wait.of == "end":

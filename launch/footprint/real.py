@@ -1,4 +1,4 @@
-"""Training steps of one rank in any layout on the local device: real kernels, streams and allocator, in a fake world.
+"""Run training steps of one rank in any layout on the local device: real kernels, streams and allocator, in a fake world.
 
 The other ranks do not exist. A receive leaves its buffer as it is, so loss and gradients are meaningless. They may not be finite;
 then the optimizer's kernels run and change nothing. What is real: the kernels, their shapes and order, the

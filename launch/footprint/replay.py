@@ -1,4 +1,4 @@
-"""Many ranks' ledgers, executed together under NCCL's rules to find calls that would not match.
+"""Execute many ranks' ledgers together under NCCL's rules, to find calls that would not match.
 
 The rules are those in `triaxis.engine.pipeline.rendezvous`, for every call and not only for the pipeline's:
 

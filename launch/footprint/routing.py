@@ -1,4 +1,4 @@
-"""The assumed routing in a footprint, whose tensors have no values: experts take turns, by the tokens' positions in their samples.
+"""Assume a routing for a footprint, whose tensors have no values: experts take turns, by the tokens' positions in their samples.
 
 `model.moe.force_balanced` uses the same rule. Each of a token's k choices is the next expert. All E experts get equally many tokens
 if a rank's tokens per sample, times k, are a multiple of E.

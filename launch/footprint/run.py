@@ -1,4 +1,4 @@
-"""One training step of one rank in any layout, in one process: fake tensors, a fake process group, the engine's own code.
+"""Run one training step of one rank in any layout, in one process: fake tensors, a fake process group, the engine's own code.
 
 Tensors have shapes and no memory, and collectives return at once, so a rank out of thousands fits on a laptop. The step counts
 calls and bytes in the ledger, live storages by kind, and dispatched operators.
@@ -203,7 +203,7 @@ class Footprints:
 
     @contextmanager
     def watched_engine(self, config: Config, rank: int) -> Iterator[tuple[Engine, MemoryWatch]]:
-        """Build a rank's engine on fake tensors, under an entered watch that sees it."""
+        """Build a rank's engine on fake tensors, inside an entered watch that counts the engine's memory and operators."""
         # Counting needs real tensors, so it happens outside FakeTensorMode.
         counts = self.counts_of(rank)
         with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,1 +1,1 @@
-"""Commands that read a trained model: their requests and their ranks."""
+"""Run commands that read a trained model: turn the command line into a job, and run the job on ranks."""

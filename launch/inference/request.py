@@ -1,4 +1,4 @@
-"""Commands that read a trained model: from a checkpoint in any layout to ranks in the requested layout.
+"""Start a command that reads a trained model: from a checkpoint in any layout to ranks in the requested layout.
 
     triaxis generate CHECKPOINT [section.key=value ...] --tp 2 ..
         |  checkpoint   its manifest gives model, tokenizer, dtype and kernels; the layout that wrote it does not matter

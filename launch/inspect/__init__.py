@@ -1,1 +1,1 @@
-"""Checkpoint checks and comparisons, for `triaxis checkpoint`. Training ranks import nothing from here."""
+"""Check and compare checkpoints, for `triaxis checkpoint`. Training ranks import nothing from here."""

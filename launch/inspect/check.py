@@ -1,4 +1,4 @@
-"""The full checkpoint check, which compares every byte with the manifest, in one process without a process group.
+"""Compare every byte of a checkpoint with its manifest, in one process without a process group.
 
     manifest.sha256   ->  manifest.json               each field, each file's size, every tensor element exactly once
     safetensors head  ->  names, dtypes, offsets      other tools read the same tensors

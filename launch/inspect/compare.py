@@ -1,4 +1,4 @@
-"""The comparison between two checkpoints: which tensors differ and where, whatever layouts wrote them.
+"""Compare two checkpoints, whatever layouts wrote them: which tensors differ, and where.
 
     manifests     the pieces' fingerprints add up to one number per tensor, equal in any layout: different sums show which tensors
                   differ

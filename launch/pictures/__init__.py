@@ -1,1 +1,1 @@
-"""Pictures as SVG and HTML, for pages and files: charts, schedules, layouts."""
+"""Draw charts, schedules and layouts as SVG and HTML, for pages and files."""

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines, dots, stacked columns, bars.
+"""Draw charts as inline SVG: lines, dots, stacked columns, bars.
 
 A chart has CSS classes instead of colours. The page's CSS defines the colours (`--c0` .. `--c11`), light or dark as the reader's
 system is.

@@ -1,4 +1,4 @@
-"""The frame of a page: one HTML file without scripts, with a link to each section and tiles for numbers."""
+"""Assemble a page: one HTML file without scripts, with a link to each section and tiles for numbers."""
 
 from collections.abc import Iterable, Mapping
 from html import escape

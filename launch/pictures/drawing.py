@@ -1,4 +1,4 @@
-"""SVG elements, and files that hold one picture.
+"""Write SVG elements, and SVG files with one picture each.
 
 The files in this folder draw these pictures:
 

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a picture: a row per pipeline rank, a bar per action, time to the right."""
+"""Draw a pipeline schedule: a row per pipeline rank, a bar per action, time to the right."""
 
 import math
 from collections.abc import Callable

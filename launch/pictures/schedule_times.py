@@ -1,4 +1,4 @@
-"""A step's times in the terminal: ranks in a table, the critical path in words."""
+"""Show a step's times in the terminal: ranks in a table, the critical path in words."""
 
 from collections.abc import Sequence
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""Event-driven timing for a lowered program: its actions, its messages and their waits.
+"""Time a lowered program event by event: its actions, its transfers, and each rank's waits.
 
     rank 0  |  0F0  |  0F1  | ...                      actions in order; a post takes no time on its rank
     0 -> 1          |---F0---|---F1---|                one transfer at a time from one rank to another

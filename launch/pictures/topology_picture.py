@@ -1,4 +1,4 @@
-"""A layout as a picture: each node is a box, and each rank a cell in it.
+"""Draw a layout: each node is a box, and each rank a cell in it.
 
 A cell's hue shows the pipeline stage, and its lightness the index over dp and cp. So every tensor-parallel group has its own
 colour, and groups of one stage look related. Each line in a box has labels with the pp, dp and cp indices, then the cells of one

@@ -1,4 +1,4 @@
-"""A layout as text: nodes with their ranks, then each axis's groups.
+"""Describe a layout as text: nodes with their ranks, then each axis's groups.
 
     16 ranks: tp 2 x pp 2 x dp 4, on 2 nodes of 8
 

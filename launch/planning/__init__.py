@@ -1,1 +1,1 @@
-"""The planner: a run's legal layouts on a cluster, by predicted step time and memory."""
+"""Searches a run's legal layouts on a cluster for those with the least predicted step time and memory."""

@@ -1,4 +1,4 @@
-"""Memory per rank as colored text: a bar per rank, a letter per kind of memory.
+"""Draw the memory of each pipeline rank as a bar of colored letters, one letter per kind of memory.
 
 pp 0  |ppppggggggggoooaaaaaaaaaaaaaaac.....|  67.6 GB
 """

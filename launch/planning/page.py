@@ -1,4 +1,4 @@
-"""A plan as one HTML file: Pareto plot, layouts, and the chosen layout's time, memory, schedule and rank map."""
+"""Render a plan as one HTML file: Pareto plot, layouts, and the chosen layout's time, memory, schedule and rank map."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

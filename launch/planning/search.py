@@ -387,17 +387,21 @@ class _Waiting:
         return (self.time.seconds, self.number) < (other.time.seconds, other.number)
 
     def least_state(self, num_params: int, usable: int) -> int:
-        """Compute a lower bound for a rank's parameters, gradients and optimizer state; 0 if at most `usable` bytes.
+        """Return the bytes that a rank's parameters, gradients and optimizer state take at least, if they exceed `usable` bytes.
 
-        The bound is an even share of the whole model's state, in bytes.
+        Else return 0: the layout may fit. Parameters and gradients are divided by the ranks that share the model, and by all
+        ranks as far as `parallel.zero` cuts them; the optimizer's state is divided by all ranks.
         """
         element = 2 if self.config.precision.dtype in ("bf16", "fp16") else 4
         gradient = 2 if self.config.precision.gradients == "bf16" else 4
         sizes = self.sizes
         # Assumes that all parameters are experts, or none, whichever is less; every rank has a part of the optimizer's state.
         numel = num_params // (max(sizes.tp, sizes.expert_ranks) * sizes.pp)
+        # With ZeRO-2 and 3, all of the model may be matrices of layers.
+        even, zero = num_params // sizes.world_size, self.config.parallel.zero
+        least = (even if zero > 2 else numel) * element + (even if zero > 1 else numel) * gradient
         # Moments in 16 bits and split masters are the smallest possible optimizer state.
-        least = numel * (element + gradient) + num_params * 4 // sizes.world_size
+        least += even * 4
         return least if least > usable else 0
 
     def most_recomputed(self) -> Config:

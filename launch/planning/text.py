@@ -1,4 +1,4 @@
-"""A plan as text: the request, the answer, and a row per layout; at most `PIPE_WIDTH` columns in a pipe."""
+"""Print a plan as text: the request, the answer, and a row per layout; at most `PIPE_WIDTH` columns wide in a pipe."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The corpus check against the hashes in the record and the tokenizer's ids.
+"""Check a corpus against the hashes in its record and the ids of its tokenizer.
 
 A check reads every byte of a corpus and writes what it found to PREFIX.checked.json, with the versions of the files that it read,
 separately for each node. A later check on the same node uses these results if the files are unchanged, so a job that restarts

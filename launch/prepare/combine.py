@@ -1,4 +1,4 @@
-"""Merging and splitting corpora by documents, without encoding the text a second time.
+"""Merge and split corpora by documents, without encoding the text a second time.
 
 merge   A, B  -->  C          the documents of A, then those of B: the same bytes as preparing both texts together
 split   C     -->  A, B       the first documents and the last ones: merging them gives C

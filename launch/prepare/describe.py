@@ -1,4 +1,4 @@
-"""Corpus statistics, for `triaxis data inspect`."""
+"""Count documents and tokens in a corpus, for `triaxis data inspect`."""
 
 from dataclasses import dataclass
 

@@ -181,7 +181,7 @@ def _encode(
 
 
 def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Iterator[Tokens | None]:
-    """Yield each document's token ids; None for a document with a fault, which is added to the findings."""
+    """Yield each document's token ids [n]; None for a bad document, which is added to the findings."""
     texts = [document.content for document in batch if isinstance(document.content, str)]
     try:
         encoded: Iterator[list[int] | None] = iter(tokenizer.encode_batch(texts))

@@ -1,4 +1,4 @@
-"""Input files for a corpus, found from paths, globs and folders.
+"""Find a corpus's input files from paths, globs and folders.
 
 texts/a.txt      the file, whatever its ending
 'texts/**/*.md'  the matching files, whatever their endings; if only folders match, the folders
@@ -23,7 +23,7 @@ NAMES_SHOWN = 5
 
 @dataclass(slots=True)
 class Inputs:
-    """Input files, each once, in the order of the patterns and sorted within a pattern; and counts of names not used."""
+    """The input files found, each once, in the order of the patterns; and how many other names were left out."""
 
     files: tuple[Path, ...] = ()
     patterns: tuple[str, ...] = ()

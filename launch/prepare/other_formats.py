@@ -1,4 +1,4 @@
-"""Formats that are refused by name, most with a command that converts the file to a format that is read.
+"""Refuse unsupported file formats by name, most with a command that converts the file to a supported one.
 
 If such a file were read as text, it would become one document: a table's full of commas, a JSON file's full of braces, an
 archive's full of raw bytes. A format is recognised by the file name's ending, or by unambiguous content.

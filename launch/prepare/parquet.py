@@ -1,4 +1,4 @@
-"""Documents from a parquet file: a column with text or with lists of ids, read one row group at a time.
+"""Read documents from a parquet file: a column with text or with lists of ids, read one row group at a time.
 
 Reading a parquet file can start only at a row group. Text is read as bytes and decoded value by value, so that a value that is no
 UTF-8 spoils no other value in its batch. If the writer stored page checksums, they are verified.

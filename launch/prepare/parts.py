@@ -1,4 +1,4 @@
-"""Parts of an unfinished corpus: each is complete or absent, so a killed run can continue from them.
+"""Write and find the parts of an unfinished corpus: each is complete or absent, so a killed run can continue.
 
     PREFIX.parts/DIGEST.tokens    document . eod | document . eod | ..     the corpus's dtype
                  DIGEST.lengths   int32 per document
@@ -107,7 +107,7 @@ def _hash(part: Part) -> str:
 
 
 class PartWriter:
-    """A writer for one part; a context manager. The part counts as complete only after `finish`."""
+    """A context manager that writes one part, which counts as complete only after `finish`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path, self._dtype = path, dtype
@@ -160,7 +160,7 @@ class PartWriter:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Work that is finished, in one unit or in a whole preparation."""
+    """Counts of the work finished so far, in one unit or in a whole preparation."""
 
     num_bytes: int = 0
     """Input bytes, including those in parts from an earlier run."""

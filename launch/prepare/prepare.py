@@ -1,4 +1,4 @@
-"""Corpus preparation from text files, with the same bytes for any number of processes.
+"""Prepare a corpus from text files, with the same bytes for any number of processes.
 
     files --plan--> pieces --units--> worker 0: encode  \\
       a reader per format             worker 1: encode   >--> PREFIX.parts --in the order of the plan--> PREFIX.bin, .idx, .json
@@ -100,7 +100,7 @@ class Prepared:
 
 
 def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
-    """Read the input files' size and mtime; missing and empty files are added to the findings."""
+    """Return the input files with their size and mtime; missing and empty files are added to the findings."""
     found = []
     keys = request.text_keys or (request.options.text_key,) * len(request.files)
     for path, key in zip(request.files, keys, strict=True):

@@ -207,7 +207,7 @@ def _document(line: bytes, text_key: str, place: InputPlace, reading: Reading) -
 
 
 def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
-    """Parse a line: (None, "", text or ids) if it is good, else (fault, detail, "").
+    """Return a JSON line's (fault, detail, content): (None, "", text or ids) if it is good, else (fault, detail, "").
 
     Raises:
         ValueError: the line is not JSON, or not UTF-8.

@@ -1,4 +1,4 @@
-"""Files as byte streams, decompressed on the fly if needed, and their split into records.
+"""Open files as byte streams, decompressed on the fly if needed, and split them into records.
 
 A file is decompressed if its first bytes or its name say that it is compressed; a download may change the name. A compressed file
 can only be read from its beginning. Reading a damaged file yields the bytes before the damage, then raises `DamagedStreamError`.
@@ -84,7 +84,7 @@ def opener_of(path: Path) -> Opener:
 
 
 def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (file offset, content) for each record that begins in a piece; content is None above the options' size limit.
+    """Yield (file offset, content) for each record that begins in a piece; content is None if the record is too large.
 
     A record begins at the file's start or after a separator, so each record belongs to exactly one piece. A piece that does not
     begin the file is read from one separator's length before its start. If a separator ends there, the piece's first record

@@ -1,4 +1,4 @@
-"""Files of ready-made tokens from other software.
+"""Read files in which other software has stored tokens.
 
     .npy   numpy's format, integers [n] or [documents, n]
     .bin   from llm.c: 256 int32 (magic, version, n), then n tokens

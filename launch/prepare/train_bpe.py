@@ -1,4 +1,4 @@
-"""Tokenizer training on the corpus itself, for `train-bpe:32000`.
+"""Train a tokenizer on the corpus itself, for `train-bpe:32000`.
 
     units of the corpus --evenly spread, TRAINING_BYTES at most--> documents --tokenizers' BpeTrainer--> PREFIX.tokenizer.json
 

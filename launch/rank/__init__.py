@@ -1,1 +1,1 @@
-"""One rank of a training run, assembled from its parts."""
+"""Assemble one rank of a training run: process group, run directory, data, watchers and error messages."""

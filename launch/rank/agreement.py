@@ -1,4 +1,4 @@
-"""Facts that all ranks of a run must share, compared before the first step: otherwise ranks could silently train different models.
+"""Compare, before the first step, facts that all ranks must share: otherwise they could silently train different models.
 
 Facts come from these ranks:
 
@@ -126,7 +126,7 @@ def _node_facts(config: Config, *, trains: bool) -> dict[str, Any]:
 
 
 def _read(identity: Callable[[str], str], name: str) -> str:
-    """Return an identity or the error as text, so the message names a node that cannot read what others can."""
+    """Return `identity(name)`, or the error as text, so that a node that alone cannot read the data differs from the others."""
     try:
         return identity(name)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Facts about a run for its banner and its end: layout, device, kernels, parameters, and the corpus entropies."""
+"""Describe a run, for its banner and the report at its end: layout, device, kernels, parameters, and the corpus entropies."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A rank's batches, from the config, the rank's coordinates and a dataset."""
+"""Open a rank's batches, given the config, the rank's coordinates and a dataset."""
 
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
@@ -11,7 +11,7 @@ from triaxis.engine.data.skipped import SkippedRanges
 
 
 def run_documents(config: Config, topology: Topology, source: SampleSource) -> DocumentStatistics | None:
-    """Measure a run's document statistics, equal on every rank; None if tokens attend across documents."""
+    """Return statistics of the documents that a run reads, equal on every rank; None if tokens attend across documents."""
     if config.data.attention == "across":
         return None
     return measure_documents(

@@ -1,4 +1,4 @@
-"""Agreement among a run's ranks on its directory: the attempt's number, whether the run is already finished, and when it begins."""
+"""Let a run's ranks agree on its directory, the attempt's number, whether the run is finished, and when the attempt begins."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""A watch over the run directory on rank 0: if it is removed or moved during the run, it is recreated, with one report.
+"""Watch the run directory on rank 0: if it is removed or moved during the run, recreate it and report that once.
 
     removed    rm -r runs/demo            earlier metrics, events, logs and checkpoints are lost
-    moved      mv runs/demo runs/old      they are in the moved folder
+    moved      mv runs/demo runs/old      earlier files are in the moved folder
 
 Either way the lock is gone with the folder, so a second start of the run could write to the same path. So the locks are taken
 again, config.yaml is rewritten, and metrics, events, logs and checkpoints continue in a new folder with the old name. Logs on a

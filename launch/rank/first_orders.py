@@ -1,4 +1,4 @@
-"""Sample orders for the first epochs, built before the ranks meet: otherwise groups would time out, and ranks would seem to hang.
+"""Build the first epochs' sample orders before the ranks meet: otherwise groups would time out, and ranks would seem to hang.
 
 before any group     the first process on each node builds, the others wait for its lock; progress on standard error
 in the run           a later epoch, ahead in the background (`engine/data/samples.py`); if the epoch begins before it is done,
@@ -56,7 +56,7 @@ class OrderProgress(Progress):
             self.heartbeat.builds()
 
     def waits(self, path: Path) -> None:
-        """Beat only if the other process has finished a piece, so that a process that hangs is noticed."""
+        """Beat, while another process builds, only if it has finished a piece, so that a hanging build is noticed."""
         if (done := pieces_done(path)) != self._others_done:
             self._others_done = done
             self.hashes(path)

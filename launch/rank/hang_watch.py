@@ -1,4 +1,4 @@
-"""A rank's heartbeat and the thread that watches it, assembled for a training run (`engine/resilience/hang/watch.py`)."""
+"""Create a rank's heartbeat and the thread that watches it, for a training run (`engine/resilience/hang/watch.py`)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The start of one rank: config, process group and topology, shared by all workers that a launcher starts."""
+"""Start one rank: read its config, join the process group, build the topology. All workers use this."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The error message when a rank's peer is gone: one line with places and the next action; only the log has the traceback.
+"""Report that a rank's peer is gone: one line with places and the next action; only the log has the traceback.
 
     rank 0 (node1, pid 4711, GPU 0) lost rank 2 (node 1) in the recv over pp_forward: Connection closed by peer. ...
 

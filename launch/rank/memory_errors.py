@@ -1,4 +1,4 @@
-"""Out-of-memory errors and the memory that ran out: one list for every library that allocates.
+"""Recognise the out-of-memory errors of every library that allocates, and name the memory that ran out.
 
 Each allocator or library, and the errors that it raises:
 

@@ -1,4 +1,4 @@
-"""A snapshot of torch's GPU allocator, block by block, written when a rank runs out of memory.
+"""Write a snapshot of torch's GPU allocator, block by block, when a rank runs out of memory.
 
 Open the file in https://pytorch.org/memory_viz; torch writes it as a pickle, and nothing here reads it.
 """
@@ -23,7 +23,7 @@ def remember_allocations(record: Callable[..., object] = torch.cuda.memory._reco
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """A writer of one rank's snapshot file and its folder; `has_history`: `remember_allocations` was called."""
+    """The snapshot file of one rank, and a way to write it. `has_history`: whether `remember_allocations` was called."""
 
     path: Path
     has_history: bool

@@ -1,4 +1,4 @@
-"""The error message of a rank that runs out of memory: its activity, the memory in use by kind, and ways to save memory.
+"""Write the error message of a rank that runs out of memory: its activity, the memory in use by kind, and ways to save memory.
 
 rank 5 (pp 1, dp 0, tp 1) is out of memory at 0F3, forward of microbatch 3 on chunk 0: tried to allocate 2.00 GiB.
   parameters     1.10 GB  predicted 1.10 GB

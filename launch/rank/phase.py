@@ -1,4 +1,4 @@
-"""The phase and loss variant in which a run continues: rank 0 reads them from the newest checkpoint, before any group exists.
+"""Find the phase and loss variant in which a run continues: rank 0 reads the newest checkpoint, before any group exists.
 
 Layouts may differ between phases, so the phase decides which groups there are. A checkpoint saved at a phase's end belongs
 to the next phase. What the experts' sequence loss counts is built into the model: a run continues with its earlier choice.
@@ -53,7 +53,7 @@ def phase_after(config: Config, candidate: Candidate | None) -> str:
 def config_after(config: Config, candidate: Candidate | None) -> Config:
     """Return the configuration in which a run continues from a checkpoint.
 
-    The sequence loss keeps counting what it counted in that run; a note is printed if `config` says otherwise.
+    The experts' sequence loss counts what it counted in the checkpoint's run; a note is printed if `config` says otherwise.
     """
     if candidate is None:
         return config
@@ -67,7 +67,7 @@ def config_after(config: Config, candidate: Candidate | None) -> Config:
 
 
 def to_go_on_with(config: Config, stem: str, *, from_scratch: bool, is_first_start: bool) -> Candidate | None:
-    """Find the checkpoint from which the run would continue; None: the run begins at step 0.
+    """Find the checkpoint from which the run would continue; None if there is none and it begins at step 0.
 
     Problems with that checkpoint are reported when it is loaded; until then the run is assumed to begin.
     """

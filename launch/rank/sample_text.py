@@ -1,4 +1,4 @@
-"""Text that a trained model writes at the end of its run, continuing a few tokens that it has not seen."""
+"""Let the trained model write a text at the end of its run, continuing a few tokens that it has not seen."""
 
 from triaxis.engine.comm.stop import StopRequest
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
@@ -13,8 +13,8 @@ SAMPLE_TEMPERATURE = 0.8
 def write_sample(engine: Engine, valid: SampleSource, stop: StopRequest) -> tuple[str, str | None]:
     """Continue a prompt from the validation data; every rank takes part.
 
-    The ranks agree after each token. If the run is asked to stop, it shows the text so far: its last step is saved, so it
-    ends as a finished run.
+    After each token the ranks agree whether to stop. A run that is asked to stop here returns the text so far; since its
+    last step is saved, it still ends as a finished run.
 
     Returns:
         The prompt and its continuation; ("", None) if no text is wanted, or a stop was agreed before the first token.

@@ -1,4 +1,4 @@
-"""Step timing for a rank, assembled: its clock, its timeline row, and the comparison of ranks.
+"""Assemble a rank's step timing: its clock, its timeline row, and the comparison of ranks.
 
 open      topology, schedule, telemetry.*   ->  StepTimes on every rank, SlowRanks on rank 0
 finish    the rows of all ranks             ->  timeline.json

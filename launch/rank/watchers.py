@@ -1,4 +1,4 @@
-"""Watchers for a rank's steps, instructions and waits: heartbeat, times, NVTX ranges, the run directory, torch's profiler.
+"""Watch a rank's steps, instructions and waits: heartbeat, times, NVTX ranges, the run directory, torch's profiler.
 
 Watchers    created before the engine, which is built with their `observers` and with a topology whose waits they follow
 notices     created once there is telemetry: the run directory, and a line for a finished trace
@@ -75,7 +75,7 @@ class Watchers:
 
 @dataclass(eq=False)
 class TraceNotice(StepWatcher):
-    """A watcher that reports the profiler's trace, once it is written, as an event and a printed line."""
+    """A watcher that reports, with an event and a printed line, that the profiler has written its trace."""
 
     profiler: StepProfiler
     directory: RunDirectory

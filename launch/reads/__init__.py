@@ -1,1 +1,1 @@
-"""What a run has read: the documents in a step, tokens read twice or left out. Training ranks import nothing from here."""
+"""Find out what a run has read: the documents in a step, tokens read twice or left out. Training ranks import nothing from here."""

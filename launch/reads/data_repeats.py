@@ -34,8 +34,8 @@ def add_arguments(parser: CommandParser) -> None:
 def find_repeats(args: argparse.Namespace) -> int:
     """Print how many tokens a run has read, and which twice; return 1 for a repeat, a jump, or an epoch that left out tokens.
 
-    At an epoch's end fewer labels than one sample has may be left over, once for each sequence length. An epoch counts as having
-    left out tokens only if it misses at least the sum of the sequence lengths.
+    At an epoch's end, each sequence length may leave over fewer labels than one sample has. So an epoch counts as having left out
+    tokens only if it misses at least the sum of the sequence lengths.
     """
     run = read_run(args.run)
     if run.config is None:

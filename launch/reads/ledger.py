@@ -1,4 +1,4 @@
-"""The documents that a step read, sample by sample, computed from the configuration and never recorded.
+"""Compute the documents that a step read, sample by sample, from the configuration; nothing needs to be recorded.
 
     step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, sample in the corpus)  ->  document parts
 

@@ -1,6 +1,6 @@
-"""A run's reads over all its attempts: tokens that were read twice, and tokens that were left out.
+"""Find the tokens that a run read twice, and those that it left out, over all its attempts.
 
-    attempt 0   steps 1 .. 43                      ->  spans, each step from the attempt that made it last:
+    attempt 0   steps 1 .. 43                      ->  spans, each step from the last attempt that ran it:
     attempt 1   resumed after 40, steps 41 .. 60       1 .. 40 from attempt 0, 41 .. 60 from attempt 1
 
 Within one epoch each token in a corpus should be predicted once. So labels are counted by (corpus, epoch, document). This also

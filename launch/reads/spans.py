@@ -1,4 +1,4 @@
-"""A run's spans, read from its files: its steps, grouped by the attempt that ran them last and by skipped ranges."""
+"""Read a run's spans from its files: steps, grouped by the attempt that ran them last and by skipped ranges."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

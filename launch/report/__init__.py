@@ -1,1 +1,1 @@
-"""A run directory as one HTML page: record (the files' contents), charts (SVG), page (HTML)."""
+"""Show a run directory as one HTML page: `record` reads the files, `page` assembles what the other modules render."""

@@ -1,4 +1,4 @@
-"""The load on experts as heat maps: expert by layer, and layer by step.
+"""Draw the load on experts as heat maps: expert by layer, and layer by step.
 
 A cell's shade shows an expert's tokens divided by the mean over the experts in its layer. A ratio of 0 gets the full first colour,
 1 no colour, and `full` (an argument of `heat_map`) or more the full second colour.

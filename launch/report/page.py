@@ -1,4 +1,4 @@
-"""A run's page: its sections, with all text from files escaped."""
+"""Render a run's page, section by section, with all text from files escaped."""
 
 import math
 import time

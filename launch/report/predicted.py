@@ -1,4 +1,4 @@
-"""Predicted and measured seconds per step, side by side, by component.
+"""Show predicted and measured seconds per step side by side, by component.
 
 Both sides are means:
 

@@ -1,4 +1,4 @@
-"""The files in a run directory; some may be damaged or missing, since the run may be live, killed, or old.
+"""Read the files in a run directory; some may be damaged or missing, since the run may be live, killed, or old.
 
     config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced   (a torn last line is counted)
     events/          ->  events, attempts             checkpoints/   ->  checkpoints

@@ -1,4 +1,4 @@
-"""Compact storage for a long run's records: their numbers lie in one array.
+"""Store a long run's records compactly, with all their numbers in one array.
 
 A record is stored in three places:
 

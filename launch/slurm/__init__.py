@@ -1,1 +1,1 @@
-"""The batch job under SLURM: its attempts, its history and its report."""
+"""Run a batch job under SLURM: start its attempts, record how they ended, and requeue it."""

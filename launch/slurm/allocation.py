@@ -1,4 +1,4 @@
-"""A SLURM allocation, and calls to SLURM commands inside it."""
+"""Read a SLURM allocation, and call SLURM commands inside it."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The attempts of a job, and the decisions that follow: which nodes to exclude, when to give up.
+"""Record the attempts of a job, and decide which nodes to exclude and when to give up.
 
     runs/<name>/slurm.json      per attempt: when, on which nodes, from which step to which, how it ended, who is to blame
 
@@ -115,7 +115,7 @@ class History:
 
     @property
     def excluded(self) -> list[str]:
-        """Nodes that were blamed for at least `FAILURES_TO_EXCLUDE` failures."""
+        """Nodes to exclude from the next attempt: those blamed for at least `FAILURES_TO_EXCLUDE` failures."""
         failures = Counter(node for attempt in self.attempts for node in attempt.blamed)
         return sorted(node for node, count in failures.items() if count >= FAILURES_TO_EXCLUDE)
 

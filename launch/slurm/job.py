@@ -86,9 +86,9 @@ def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -
 
 
 def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for the ranks: `variables`, and what they lack.
+    """Return the environment for the ranks: a copy of `variables` with additions.
 
-    That is MASTER_ADDR on several nodes, and TRIAXIS_PYTHON in a container.
+    They are MASTER_ADDR on several nodes, if it is missing, and TRIAXIS_PYTHON in a container.
     """
     environment = dict(variables)
     if not variables.get("MASTER_ADDR") and len(job.nodes) > 1 and (address := _node_address(job.nodes[0])):
@@ -105,7 +105,7 @@ def _node_address(node: str) -> str | None:
 
 
 class SrunStep:
-    """The ranks under srun, and the signals for them.
+    """The ranks that srun runs in this allocation, and the signals that are forwarded to them.
 
     Attributes:
         received: last signal that came before a task ended badly; None: there was none.

@@ -1,4 +1,4 @@
-"""How tasks ended, parsed from srun's messages, and which one ended first.
+"""Parse from srun's messages how tasks ended, and which one ended first.
 
     srun: error: node2: task 5: Killed                          the first bad end: its node is the suspect
     srun: error: node1: tasks 0-3: Exited with exit code 1      tasks that communicated with it, a moment later

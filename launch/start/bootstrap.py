@@ -1,4 +1,4 @@
-"""A Python that can run Triaxis: found, or created as `.venv` (standard library only).
+"""Find a Python that can run Triaxis, or create one in `.venv` (standard library only).
 
 These are tried in order:
 
@@ -65,7 +65,7 @@ class BootstrapError(Exception):
 
 @dataclass(frozen=True)
 class Checkout:
-    """The paths that this file reads and writes."""
+    """A checkout's paths that the bootstrap reads and writes: pyproject.toml, launch/constraints.txt and `.venv`."""
 
     root: Path
 
@@ -115,7 +115,7 @@ def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, st
 
 
 def _requirement_class() -> Any:
-    """Import `packaging.requirements.Requirement` or pip's copy; None: neither exists, so no requirement is installed."""
+    """Import the class `packaging.requirements.Requirement`, or pip's copy; None if this Python has neither package."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             return importlib.import_module(module).Requirement
@@ -148,7 +148,7 @@ def _check(python: str, extras: Sequence[str]) -> list[str]:
 
 
 def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Return the interpreter to use; if no other is complete, create or complete `.venv`.
+    """Return the path of the interpreter to use; create or complete `.venv` if no other has all requirements.
 
     Raises:
         BootstrapError: TRIAXIS_PYTHON lacks something, or `.venv` is needed and may not or cannot be made here.
@@ -234,7 +234,10 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
 
 
 def _constraints(checkout: Checkout, extras: Sequence[str], torch: "OwnTorch | None") -> str:
-    """Pin packages that `.venv` lacks to their tested versions; packages that it has or shares stay unpinned."""
+    """Return pip constraints, one per line, that pin the packages that `.venv` lacks to their tested versions.
+
+    Packages that `.venv` has stay unpinned, except a torch that it shares with the active Python (`torch`).
+    """
     tested = {_name(line): line for line in checkout.constraints.read_text().splitlines() if re.match(r"\w", line)}
     lacking = {_name(description) for description in _check(str(checkout.python), extras)}
     if torch:
@@ -326,7 +329,7 @@ def own_torch() -> OwnTorch | None:
 
 
 def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
-    """Create a virtual environment; if the active Python's torch is kept, it also sees that Python's packages."""
+    """Create the virtual environment `.venv`; with `torch`, it also sees the packages of the Python that has this torch."""
     share = ["--system-site-packages"] if torch else []
     made = subprocess.run(
         [sys.executable, "-P", "-m", "venv", *share, str(checkout.venv)], stdout=sys.stderr, check=False

@@ -1,4 +1,4 @@
-"""The parsing of command-line words, the same in every command.
+"""Parse the words of a command line, in the same way for every command.
 
     triaxis footprint configs/gpt_tiny.yaml --full parallel.dp=null --gpus 8
                       |                     |      |                `- an option with its value
@@ -103,13 +103,13 @@ class CommandParser(argparse.ArgumentParser):
         self.renamed: Mapping[str, str] = {}
 
     def add_verb(self, name: str, summary: str, words: str, examples: str) -> "CommandParser":
-        """Add a verb with `--json`, and add its examples to the command's.
+        """Add a verb that has the option `--json`, and return the verb's parser; the command's help shows its examples too.
 
         Args:
             name: the verb.
             summary: its line in the command's `--help`, and the description in its own.
-            words: usage text that follows the name.
-            examples: text below its options; the command shows the part before the first empty line.
+            words: usage text that follows the verb's name.
+            examples: text below the verb's options; the command's help shows the part before the first empty line.
         """
         if self._verbs is None:
             self._verbs = self.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -124,7 +124,7 @@ class CommandParser(argparse.ArgumentParser):
     def takes(
         self, subject: PathArgument, meaning: str, *, required: bool = True, read_without: Path | None = None
     ) -> None:
-        """Accept a path to a `subject`, and overrides, as words.
+        """Make the parser accept a path of the kind `subject`, and overrides, as words.
 
         Args:
             subject: kind of path. A config may also be given with `--config`.
@@ -339,12 +339,12 @@ def typed(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def _option(name: str) -> str:
-    """Spell an option as usages do, from its name with `_` for `-`."""
+    """Spell an option as help texts do: `max_steps` becomes `--max-steps`."""
     return "--gpus" if name == "world_size" else f"--{name.replace('_', '-')}"
 
 
 def above(name: str, number: int, most: int, reason: str) -> list[str]:
-    """Return the problem if an option's number exceeds `most`; otherwise an empty list.
+    """Return a list with a message if an option's number exceeds `most`, else an empty list.
 
     Args:
         name: option name, with `_` for `-`.
@@ -358,7 +358,7 @@ def above(name: str, number: int, most: int, reason: str) -> list[str]:
 
 
 def refuse(problems: Iterable[str], source: str = "the command line") -> None:
-    """Raise ConfigError if `source` has any problems."""
+    """Raise a ConfigError that lists the problems with `source`; do nothing if there are none."""
     if found := list(problems):
         raise ConfigError(found, source)
 
@@ -480,7 +480,7 @@ def _is_kept(line: str) -> bool:
 
 
 def folded(line: str, width: int) -> list[str]:
-    """Fold an example that is too wide so that a shell still reads it: before an option, else before a word."""
+    """Split a too wide example into lines that a shell still reads as one: before an option, else before a word."""
     if len(line) <= width or not line.startswith("  "):
         return [line]
     words = re.findall(r"(?:'[^']*'|\S)+", line)

@@ -1,4 +1,4 @@
-"""Other engines' options, typed to a Triaxis command and answered with the Triaxis override.
+"""Recognise other engines' options in a Triaxis command line, and answer with the Triaxis override.
 
     --tensor-model-parallel-size 2, --tp 2     ->  parallel.tp=2, and the whole command with it, to paste
     --num-layers 24 --hidden-size 2048 ...     ->  the command that converts a Megatron-LM command line to a config
@@ -42,12 +42,12 @@ OF_A_SCRIPT = "`triaxis new --help` shows how to convert a whole Megatron-LM com
 
 @dataclass
 class _Answer:
-    """A command line in Triaxis words.
+    """A command line translated to Triaxis options and overrides.
 
     Attributes:
         arguments: all words, with other engines' options replaced.
         replaced: replaced options, with their values.
-        overrides: overrides that replace them.
+        overrides: Triaxis overrides for the replaced options.
         notes: reasons for options that are left out.
         problems: options that have no single equivalent here.
     """
@@ -131,7 +131,7 @@ def _takes(key: str, word: str) -> bool:
 
 
 def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path | None) -> str:
-    """Format the answer with the command to paste, or with the reason why that command would not start."""
+    """Format an answer: the command to paste, or the reason why that command would not start."""
     replaced = ", ".join(answer.replaced)
     written = " ".join(map(shlex.quote, answer.overrides))
     unknown = "is not an option" if len(answer.replaced) == 1 else "are not options"
@@ -156,7 +156,10 @@ def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path |
 
 
 def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Find the overrides that make the config legal together with the new ones; return them, and a reason for each.
+    """Find further overrides without which the new ones would make the config illegal.
+
+    Returns:
+        The further overrides, and a reason for each.
 
     Raises:
         ConfigError: no value of another field makes the config legal.
@@ -191,7 +194,7 @@ def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) ->
 
 
 def _start(prog: str, words: Sequence[str]) -> str:
-    """Format the line that starts the command with these words, using the script if that was typed."""
+    """Format the shell line that starts the command `prog` with these words, or the launch script if that was typed."""
     script, command = os.environ.get(SCRIPT), prog.split()[1:]
     return (
         shlex.join(["bash", script, *words])

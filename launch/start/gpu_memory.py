@@ -1,4 +1,4 @@
-"""This node's GPU memory, read from nvidia-smi: no CUDA context is created, and torch is not imported."""
+"""Read this node's GPU memory from nvidia-smi: no CUDA context is created, and torch is not imported."""
 
 import subprocess
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`HOSTFILE=path`: the same run on several hosts over ssh, one launcher per host.
+"""Start one run on the hosts that the file `HOSTFILE=path` lists, over ssh, with one launcher per host.
 
     # hosts           here:  ssh host0  ->  bash: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
     host0 slots=8            ssh host1  ->  bash: NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
@@ -83,7 +83,7 @@ _SLOTS = re.compile(r"slots=([1-9][0-9]{0,5})")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A line of the hostfile."""
+    """A host in the hostfile, and its number of slots."""
 
     name: str
     slots: int

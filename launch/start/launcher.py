@@ -114,7 +114,7 @@ class Request:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A checked run: everything that the printed lines and torchrun's command line are built from."""
+    """A run whose config and world fit together; the printed lines and torchrun's command line are built from it."""
 
     config: Config
     config_path: Path
@@ -255,7 +255,7 @@ def device_variables(world: World) -> dict[str, str]:
 def show(
     console: Console, request: Request, plan: LaunchPlan, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Print the choices with their reasons.
+    """Print what was chosen for a run, with reasons: config, ranks and, if asked for, torchrun's command line.
 
     Layout, batch and memory are left out if a training run starts, because its rank 0 prints them.
     """
@@ -275,7 +275,7 @@ def show(
 
 
 def _row(console: Console, name: str, text: str) -> None:
-    """Print a labelled text; on a terminal its lines end between words."""
+    """Print a text after the label `name`; on a terminal it is wrapped between words."""
     _lines(console, name, wrapped(text, _width(console)))
 
 

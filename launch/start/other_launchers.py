@@ -1,4 +1,4 @@
-"""Variables that another launcher set before ours started: adopted, refused or cleared, each with an explanation.
+"""Adopt, refuse or clear the variables that another launcher set before ours started, and explain each.
 
 Each row has examples of such variables, where they come from, and what happens to them:
 

@@ -1,4 +1,4 @@
-"""Checks before the ranks start: a finished run, another run's or an inaccessible run directory, a missing corpus or GPU.
+"""Check, before the ranks start, that the run is unfinished, its directory usable, and its corpora and GPUs present.
 
 The ranks check again, because they may be on other nodes. Here a check takes one second instead of ten, since no rank has to
 import torch first.

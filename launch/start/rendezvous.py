@@ -1,4 +1,4 @@
-"""A meeting place for the launchers of a run's nodes: torchrun's static rendezvous, with a store that listens on one interface.
+"""Let the launchers of a run's nodes meet: torchrun's static rendezvous, with a store that listens on one interface.
 
 torchrun's own store listens on all of node 0's interfaces, and waits silently in a call that no signal ends. This one
 replaces it inside our launcher's process; the launch line that is printed starts the same ranks with torchrun's own store.
@@ -60,7 +60,7 @@ class MeetingPlace:
         self._store: TCPStore | None = None
 
     def use(self, words: argparse.Namespace) -> None:
-        """Replace the rendezvous in torchrun's parsed arguments with this one; each use has its own keys in the store."""
+        """Change torchrun's parsed arguments `words` so that it meets here; each call has its own keys in the store."""
         # torch's registry accepts a name once per process, and another meeting place has another store.
         backend = f"{BACKEND}_{id(self):x}"
         rendezvous_handler_registry.register(backend, self._create)

@@ -1,4 +1,4 @@
-"""A task of `srun` as a rank: SLURM's variables translated to torchrun's.
+"""Run a task of `srun` as a rank: translate SLURM's variables to torchrun's.
 
     srun --ntasks=16 --ntasks-per-node=8          SLURM_PROCID 11 of 16, SLURM_LOCALID 3 on node 1
       ->  RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=<first host> MASTER_PORT=<from job and restart>

@@ -1,4 +1,4 @@
-"""Numeric environment variables, checked once before anything starts."""
+"""Check the numeric environment variables once, before anything starts."""
 
 from collections.abc import Mapping
 

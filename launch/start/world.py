@@ -1,4 +1,4 @@
-"""The number of ranks to start, their placement and the reason (torch is imported only if the machine shows a GPU).
+"""Choose how many ranks to start and where, and say why (torch is imported only if the machine shows a GPU).
 
     NPROC_PER_NODE given            that many on each node
     parallel.dp given               tp cp pp dp ranks; if a node has fewer GPUs, they are refused, but gloo lets ranks share a GPU;
@@ -35,7 +35,7 @@ class TooFewGpusError(TopologyError):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A run's ranks. `reason` says in a few words where their number comes from."""
+    """How many ranks a run has, and on which nodes and device. `reason` says where the number comes from."""
 
     num_nodes: int
     ranks_per_node: int

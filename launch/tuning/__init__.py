@@ -1,1 +1,1 @@
-"""Short training runs of a config in several layouts, and the choice of a layout by predicted memory."""
+"""Tries a config in several layouts by short training runs, or chooses its layout by predicted memory alone."""

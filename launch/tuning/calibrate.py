@@ -1,4 +1,4 @@
-"""Measured rates for the local device, in the format of `configs/devices/*.yaml`.
+"""Measure the local device's rates, and write them in the format of `configs/devices/*.yaml`.
 
     GEMMs        the three products of linear layers, over five decades of FLOPs
     attention    the causal half of fused attention, forward and backward

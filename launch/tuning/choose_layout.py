@@ -1,4 +1,4 @@
-"""The choice of a layout for a model and a machine, by predicted memory alone.
+"""Choose a layout for a model and a machine by predicted memory alone.
 
     tp x pp x ep = 1, 2, ..  ->  legal layouts  ->  those whose fullest rank fits  ->  least recomputation, then least pp and tp
     the smallest model-parallel size that fits is chosen: it communicates least, and has the most replicas
@@ -151,7 +151,7 @@ def four_digits(number: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """A legal layout, and the least memory that its fullest rank can hold: with everything recomputed."""
+    """A legal layout, and the least memory that its fullest rank needs: with the most recomputation that is legal."""
 
     trial: Config
     sizes: ParallelSizes
@@ -226,7 +226,7 @@ def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes:
 
 
 def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | None:
-    """Find a number of such GPUs with which a layout fits, by doubling; None if 128 times as many are not enough."""
+    """Double the machine's GPUs until some layout fits, and return their number; None if 128 times as many are too few."""
     for count in (machine.num_ranks * 2**doublings for doublings in range(1, 8)):
         if count > GPUS_PER_NODE and count % GPUS_PER_NODE:
             continue

@@ -1,4 +1,4 @@
-"""Short training runs of a config in several layouts, with results read from their records.
+"""Train a config for a few steps in each of several layouts, and read the results from the runs' records.
 
     config, overrides, layout  ->  a config of its own: random tokens, a few steps, no warm-up, no checkpoint, no sinks
                                        |  launch/start/launcher.py, as for training: one process group of ranks per layout

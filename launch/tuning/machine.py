@@ -1,4 +1,4 @@
-"""The machine that a layout is chosen for: ranks, nodes and the memory per rank.
+"""Describe the machine that a layout is chosen for: its nodes, ranks and memory per rank.
 
 A user writes it as follows:
 

@@ -1,4 +1,4 @@
-"""A model with a requested number of parameters.
+"""Choose the shape of a model with a requested number of parameters.
 
 family    Llama's: RMSNorm, SwiGLU with an inner width of 8/3 of the hidden size, RoPE, no bias; tied embeddings below 1B
           parameters, 8 key/value heads from 7B

@@ -1,4 +1,4 @@
-"""A planned run for a model and a machine: its configuration, and YAML that gives the reason for each value.
+"""Plan a run for a model and a machine, and write its configuration as YAML with the reason for each value.
 
     model, corpus, tokens, machine  ->  recipe (batch, learning rate)  ->  choose_layout  ->  Config  ->  commented YAML
 

@@ -1,4 +1,4 @@
-"""Batch size and learning rate for a run, from scratch or from a model's weights.
+"""Choose batch size and learning rate for a run, from scratch or from a model's weights.
 
     tokens per step   GPT-3's for the model's size, and at most a thousandth of all tokens
     peak              GPT-3's for the model's size, after a linear warm-up over a hundredth of the steps

@@ -1,4 +1,4 @@
-"""Results from `triaxis bench` as a block of plain text to paste, and as JSON, with the machine that they were measured on.
+"""Format `triaxis bench` results as plain text to paste and as JSON, with the machine that they were measured on.
 
 torch is imported only after the runs, to read its version and the GPU's name. A process that has queried a GPU holds memory on it,
 which the runs would lack.
@@ -93,7 +93,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The contents of a report.
+    """A finished `triaxis bench`: the command, and the results that its report shows.
 
     Attributes:
         words: command line, including the program's name.
@@ -133,7 +133,7 @@ def to_text(tried: Tried) -> str:
 
 
 def _named(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
-    """Yield lines for rows of a name and a text, folded at `COLUMNS`; a command stays on one line for pasting."""
+    """Yield the lines of (name, text) rows, folded at `COLUMNS`; a command stays on one line for pasting."""
     for name, text in rows:
         width = len(text) + 1 if name == "command" else COLUMNS - NAME_WIDTH
         first, *rest = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Speed-up: how much faster more ranks train the same global batch, and which step parts lose the rest of the ideal.
+"""Compute how much faster more ranks train the same global batch, and which parts of a step lose the rest of the ideal.
 
 Let T(n) be the seconds per step on n ranks, t(n) the seconds of one part of that step, and m the fewest ranks that were measured.
 

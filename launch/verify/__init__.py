@@ -1,1 +1,1 @@
-"""Proof that a layout trains the same model as one process, or the name of what differs."""
+"""Check that a layout trains the same model as one process, and name the first thing that differs if it does not."""

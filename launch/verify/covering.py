@@ -1,4 +1,4 @@
-"""A few configurations in which every pair of features meets.
+"""Choose a few configurations so that every two features occur together in at least one of them.
 
 Composition bugs depend on two features together far more often than on three. So the rows form a greedy covering array: each legal
 pair of choices occurs in at least one row. The number of rows grows with the square of the largest number of choices per feature,

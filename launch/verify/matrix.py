@@ -1,4 +1,4 @@
-"""`triaxis verify --matrix`: layouts, schedules and models in which every two features meet."""
+"""`triaxis verify --matrix`: choose layouts, schedules and models so that every two features occur together in one trial."""
 
 import os
 import tempfile
@@ -191,7 +191,7 @@ def matrix(
 
 
 def _overrides(row: Row) -> list[str]:
-    """Write a row as overrides, with 2 pp microbatches, or one more if vpp is 1: only a larger vpp needs a multiple of pp."""
+    """Write a row as overrides. The step has 2 x pp microbatches if vpp needs a multiple of pp, and one more if vpp is 1."""
     micro, dp, pp = (int(str(row[name])) for name in ("micro batch", "dp", "pp"))
     num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
     way = WAYS_OF_EXPERTS[str(row["experts"])]

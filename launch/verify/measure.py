@@ -1,6 +1,6 @@
-"""The steps that a verification compares: one process writes every tensor, and a layout's ranks compare their parts with it.
+"""Run the steps that a verification compares: one process writes whole tensors, a layout's ranks compare their parts with them.
 
-    reference.step_00.safetensors      first step: weights before it, gradients, masters, moments and parameters
+    reference.step_00.safetensors      first step: weights before the step, gradients, masters, moments and parameters
     reference.step_01.safetensors      the same without the first weights
     ...
 
@@ -42,7 +42,7 @@ class Notebook(Protocol):
 
 
 class HeldElements:
-    """Elements [start, stop) of this rank's part of one parameter, a box that is flattened in row-major order."""
+    """Elements [start, stop) of this rank's part of one parameter; the part is a box, flattened in row-major order."""
 
     __slots__ = ("record", "start", "values")
 
@@ -84,7 +84,7 @@ def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Compute what `leave_the_initial_point` would give a parameter, without an engine: the record's box, flat, on the CPU."""
+    """Compute, without an engine, a parameter's values after `leave_the_initial_point`: the record's box, flat, on the CPU."""
     dtype = dtype if record.spec.is_trained else accumulation_dtype(dtype)
     return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
 

@@ -1,4 +1,4 @@
-"""`triaxis verify --oracle`: our layouts compared with another library's model, trained in its own process.
+"""`triaxis verify --oracle`: compare our layouts with another library's model, which is trained in its own process.
 
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 
@@ -171,7 +171,7 @@ def _ways(model: ModelConfig) -> int:
 
 
 def _listed_stages(model: ModelConfig, num_stages: int) -> list[int] | None:
-    """List one layer per stage, and none in the last stages, if there are fewer layers than stages; else return None."""
+    """If there are fewer layers than stages, list the layers per stage: 1 in the first stages, 0 in the last. Else return None."""
     num_layers = model.num_layers
     return None if num_layers >= num_stages else [1] * num_layers + [0] * (num_stages - num_layers)
 
@@ -348,8 +348,8 @@ def run_oracle(oracle: str, config: Config, folder: Path) -> int:
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
     """Describe why a trial differs from an oracle.
 
-    If a layout differs, first in anything but samples, outputs or loss, the judge's own cause is returned. In all other cases
-    the cause is found here, because the judge's guess needs a layout and all outputs.
+    The judge's own cause is returned if a layout differs and its first difference is not in samples, outputs or loss. In all other
+    cases the cause is found here, because the judge's guess needs a layout and all outputs.
     """
     if verdict.equal:
         return None

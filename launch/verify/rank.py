@@ -1,4 +1,4 @@
-"""A rank of `triaxis verify`: a few steps from a fixed start, recorded by the reference and compared by a layout's ranks."""
+"""Run one rank of `triaxis verify`: a few steps from a fixed start, recorded by the reference, compared by a layout's ranks."""
 
 import json
 import math

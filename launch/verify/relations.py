@@ -1,4 +1,4 @@
-"""Relations between model sizes and layout sizes that layout bugs depend on.
+"""Evaluate the relations between model sizes and layout sizes on which layout bugs depend.
 
 `launch/verify/shrink.py` guarantees that each relation has the same value in the small configuration as in the original.
 """
@@ -94,7 +94,7 @@ def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
 
 
 def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
-    """Whether keys and values are gathered in several pieces, and whether some pieces are larger.
+    """Whether keys and values are gathered in several pieces, and whether the pieces differ in size.
 
     None: keys are not gathered, or attention has latents.
     """

@@ -1,4 +1,4 @@
-"""The experts that tokens choose in a verification: the reference records them, each rank compares and sums its own.
+"""Record the experts that tokens choose in the reference, and compare the choices on each rank of a layout with them.
 
     reference.routing.safetensors      `step|layer|sample`: the sorted experts of each token, int32 [s, k]
                                        `step|counted layer|sample`: the experts that the sequence loss counts, if others
@@ -70,7 +70,7 @@ class Routings:
         def known(
             keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor, *, of: str
         ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-            """Yield (sample, positions, experts, the reference's experts) per sample; the reference records its own."""
+            """Yield (sample, positions, experts, the reference's experts) per sample; the reference also records its experts."""
             num_samples = shape[1]
             positions = moe.positions(keys, shape, scores).view(-1, num_samples).cpu()
             by_sample = experts.cpu().view(len(positions), num_samples, -1)

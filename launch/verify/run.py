@@ -1,4 +1,4 @@
-"""The verification of a layout: one process and the layout run, and their files are compared."""
+"""Verify a layout: run one process, then the layout, and compare the files that both write."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def show_plan(asked: Trial) -> None:
 
 
 def _runs(asked: Trial, folder: Path) -> Iterator[tuple[Config, dict[str, object]]]:
-    """Yield the reference, the rounding measurement if there is one, and the layout, with their jobs."""
+    """Yield (configuration, job) for the reference, for the rounding measurement if there is one, and for the layout."""
     yield asked.reference, layout_job(folder) | {"is_reference": True}
     if asked.noise is not None:
         yield asked.noise, layout_job(folder) | {"noise_of": asked.reference.precision.dtype}

@@ -34,7 +34,7 @@ def masked_samples(config: Config) -> SampleSource:
 
 
 class MaskedSamples:
-    """Samples with tokens from one source, modulo `num_ids`; labels count if they count in both sources."""
+    """Samples whose tokens come from `tokens`, modulo `num_ids`; a label counts only if it counts in `tokens` and in `masks`."""
 
     def __init__(self, tokens: SampleSource, masks: SampleSource, num_ids: int) -> None:
         self._tokens, self._masks, self._num_ids = tokens, masks, num_ids

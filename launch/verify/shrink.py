@@ -1,4 +1,4 @@
-"""A small configuration of the same kind as a given one, cheap enough for float64 on a laptop.
+"""Shrink a configuration to a small one of the same kind, cheap enough for float64 on a laptop.
 
 Layout bugs come from relations between sizes, not from the sizes themselves: whether heads outnumber ranks, whether stages are
 even, which ranks hold vocabulary padding. Every relation in `launch/verify/relations.py` is kept; everything else becomes small.
@@ -183,7 +183,7 @@ def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
 
 
 def _seq_length(config: Config) -> int:
-    """Choose a sequence length with several tokens per rank; without cp, an odd length stays odd, so no halves are equal."""
+    """Choose a sequence length with several tokens per rank; without cp, an odd length stays odd, so it has no equal halves."""
     length, tp, cp = config.model.seq_length, config.parallel.tp, config.parallel.cp
     least, block = max(LEAST_SEQ_LENGTH, 2 * tp), _block(config)
     if block is not None:
@@ -260,7 +260,7 @@ def _listed_sizes(
 
 
 def _batch(config: Config, dp: int) -> dict[str, Any]:
-    """Keep a first, a middle and a last pipeline round, and the same number of microbatches beyond whole rounds."""
+    """Choose batch sizes for at most three whole pipeline rounds and the original remainder; a schedule file's number is kept."""
     pp, microbatches = config.parallel.pp, num_microbatches(config)
     if microbatches > MOST_ROUNDS * pp and config.schedule.file is None:
         microbatches = MOST_ROUNDS * pp + microbatches % pp

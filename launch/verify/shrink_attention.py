@@ -1,4 +1,4 @@
-"""The attention of a smaller model of the same kind.
+"""Choose the attention settings of a smaller model of the same kind.
 
 Four properties are kept for each kind of layer: whether its window is shorter than the samples; whether only part of a head
 rotates; the rule that scales frequencies; and whether samples are longer than LongRoPE's original length.

@@ -1,4 +1,4 @@
-"""The experts of a smaller model of the same kind.
+"""Choose the experts of a smaller model of the same kind.
 
 Every relation between experts, choices, groups and the ranks that share experts is kept (`relations_of_experts`).
 """

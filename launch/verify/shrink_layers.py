@@ -1,10 +1,10 @@
-"""The layers that a smaller model of the same kind keeps.
+"""Choose the layers that a smaller model of the same kind keeps.
 
     stages of 6 layers    [local local global local local global]   [local local global local local global]
     kept, at 0, 2, 3      [local global local]                      [local global local]
 
-Two layers are alike if they have the same kind and if their parameters belong to the same optimizer groups. Every stage keeps the
-layers at the same places. So stages that were alike remain alike, and stages that began with different layers still do.
+Every stage keeps the layers at the same places, so stages that were alike remain alike, and stages that began with different
+layers still do. Two layers are alike if they have the same kind and if their parameters belong to the same optimizer groups.
 """
 
 from collections.abc import Hashable, Sequence, Set

@@ -1,7 +1,7 @@
-"""Sub-layouts of a layout that differs: the same run with one axis collapsed, or one feature off.
+"""Find the axis or feature that causes a difference: repeat the run with one axis collapsed, or one feature off.
 
-The reference stays the same, because the global batch does not change. If the difference vanishes with `tp=1` and stays with
-`pp=1` and `dp=1`, its cause is on tp. This needs no table of the gradients that are summed over an axis; a bug may be there.
+The reference stays the same, because the global batch does not change. If the difference vanishes with `tp=1` and stays with `pp=1`
+and `dp=1`, its cause is on tp. This needs no table of the gradients that are summed over an axis; such a table may have a bug.
 """
 
 import math
@@ -94,7 +94,7 @@ def _narrowest(
 ) -> list[SublayoutVerdict]:
     """Set an outcome's axis to None if an expert axis explains it.
 
-    This is so if the difference vanishes without an expert axis, and collapsing the outcome's axis changed that one too.
+    This is so if the difference vanishes without the expert axis, and collapsing the outcome's axis changed the expert axis too.
     """
     sizes = parallel_sizes(config)
     explained = {one.axis for one in outcomes if one.equal and one.axis in EXPERT_AXES}

@@ -1,4 +1,4 @@
-"""The configurations that a verification runs, built from a config and a layout."""
+"""Build the configurations that a verification runs, from a config and a layout."""
 
 import json
 import math

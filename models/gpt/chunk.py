@@ -149,7 +149,7 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Split the blocks, in order, into groups: a group is recomputed as a whole, or not recomputed as a whole.
+        """Split the blocks, in order, into groups: the backward recomputes a group as a whole, or no block in it as a whole.
 
         With offloading, each block of the second kind is a group of its own, since moved tensors are freed group by group.
         """

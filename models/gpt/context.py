@@ -1,4 +1,4 @@
-"""The environment that a GPT's modules share: sizes, the tp region, dtype, kernels, parameters by name."""
+"""Give a GPT's modules what they share (sizes, dtype, kernels, parameters), and build their norms and linear layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

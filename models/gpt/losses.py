@@ -1,4 +1,4 @@
-"""The output head, and the loss of each token."""
+"""Compute each token's loss from the output head's logits."""
 
 import torch
 from torch import nn

@@ -10,7 +10,10 @@ from triaxis.models.gpt.context import BuildContext
 
 
 class MLP(nn.Module):
-    """A layer's MLP, or its shared experts as one MLP; `shares_input`: another module saves x for the backward too."""
+    """A layer's dense MLP, or all its shared experts as one MLP.
+
+    `shares_input`: whether another module also saves the input x for the backward.
+    """
 
     def __init__(self, context: BuildContext, name: str, *, shares_input: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The base class of an extension's loss."""
+"""Define the base class from which an extension derives a loss of its own."""
 
 import torch
 from torch import nn

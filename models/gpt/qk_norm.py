@@ -1,4 +1,4 @@
-"""Queries and keys as attention reads them: normalised if the model has QK-norm, and rotated if the layer rotates."""
+"""Normalise queries and keys if the model has QK-norm, and rotate them if the layer rotates."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""One pipeline stage's parameters, as this rank holds them."""
+"""Create this rank's shards of one pipeline stage's parameters."""
 
 from collections.abc import Mapping
 

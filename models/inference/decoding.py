@@ -1,4 +1,4 @@
-"""A model chunk that reads text token by token."""
+"""Run a model chunk on a text token by token, with cached keys and values."""
 
 from dataclasses import replace
 from typing import cast
@@ -15,8 +15,8 @@ from triaxis.models.inference.kv_cache import Cached, CachedLatents
 class DecodingChunk(GPTChunk):
     """Chunk that generates with another chunk's parameters, without dropout.
 
-    Sequence parallelism is off, because one token cannot be split along the sequence. Every tp rank then holds whole activations
-    and computes the same part of each matrix product as before. A growing text never has the same shape twice, so nothing is
+    Sequence parallelism is off, because one token cannot be split along the sequence. Every tp rank then holds whole activations,
+    and computes the same share of each matrix product as in training. A growing text never has the same shape twice, so nothing is
     compiled. As in all inference, no operand is in FP8.
     """
 
@@ -36,7 +36,7 @@ class DecodingChunk(GPTChunk):
         self.train(False)
 
     def without_cache(self) -> str:
-        """Name the extension's class whose attention caches no keys and values; "" if every layer caches them."""
+        """Return the class name of the first layer part (from an extension) that has no cache; "" if every layer has one."""
         for block in self.blocks:
             attention = getattr(block, "attention", None)
             if not isinstance(getattr(attention, "mixer", None), Cached):
@@ -48,7 +48,7 @@ class DecodingChunk(GPTChunk):
         return [cast(Cached, cast(Block, block).attention.mixer) for block in self.blocks]
 
     def decode(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Read the next tokens in a sequence: a prompt into empty caches, then one token at a time.
+        """Compute the forward of new tokens and cache them: a prompt while the caches are empty, later one token per call.
 
         Returns:
             Hidden states [s, 1, h] for the next stage. On the last stage, this rank's columns of the logits for the token after the

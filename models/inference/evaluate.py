@@ -50,7 +50,7 @@ class ListedTokens:
 
 
 class CorpusTokens:
-    """First `num_tokens` tokens in a `.bin/.idx` pair (None: all), with documents in stored order."""
+    """A text that consists of a `.bin/.idx` pair's documents, in stored order, cut off after `num_tokens` tokens (None: uncut)."""
 
     def __init__(self, corpus: IndexedTokens, num_tokens: int | None = None) -> None:
         self._corpus = corpus
@@ -74,7 +74,7 @@ class CorpusTokens:
 
 
 class Windows:
-    """The windows over a text, as samples: sample i is window i. A sample after the last window counts no labels.
+    """Dataset whose sample i is window i of a text. Samples after the last window have no labels that count in the loss.
 
     Args:
         text: source of the tokens.
@@ -117,9 +117,9 @@ class Windows:
 
 
 def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[float, int]:
-    """Compute the counted tokens' loss sum, in nats, and the number of these tokens, over all `steps` and ranks.
+    """Sum the losses, in nats, of all labels that count in the loss, over all `steps` and ranks.
 
-    Every rank returns the same values.
+    Every rank returns the same values: (sum of losses, number of labels summed).
 
     Args:
         steps: for each global batch, this data-parallel rank's microbatches; every step must have the same number of them.

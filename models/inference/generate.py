@@ -31,7 +31,7 @@ from triaxis.models.inference.decoding import DecodingChunk
 
 
 class Model(Protocol):
-    """One rank's part of a model: a training engine (`triaxis.engine.step.Engine`), or a model loaded for inference."""
+    """What generation needs to know of a model; a training engine (`triaxis.engine.step.Engine`) and a `LoadedModel` provide it."""
 
     @property
     def config(self) -> Config: ...
@@ -75,7 +75,7 @@ def stream(
     window: int | None = None,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Continue `prompt`. Every rank gets the same tokens and stops at the same point.
+    """Yield the tokens that continue `prompt`, one at a time. Every rank yields the same tokens.
 
     Args:
         prompt: at least one token id; if longer than the window, only its last half window is read.
@@ -171,8 +171,9 @@ class Decoder:
 def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
     """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) samples their softmax.
 
-    Each token has its own noise, so rounding one logit does not shift any other token's share. (It would if one random number were
-    compared with the cumulative sum.) Layouts that round differently in 16 bits thus agree for as long as possible.
+    `place` is the drawn token's position in the text. Each token id has its own noise, so rounding one logit does not shift
+    any other token's share. (It would if one random number were compared with the cumulative sum.) Layouts whose logits differ by
+    rounding thus rarely draw different tokens.
     """
     if sampling.temperature == 0.0:
         return int(logits.argmax())

@@ -21,7 +21,7 @@ from triaxis.models.gpt.latent_attention import LatentKeys
 
 @dataclass(kw_only=True, eq=False)
 class Cached(Mixer):
-    """Mixer with a cache: a text's next tokens attend to all of its tokens so far.
+    """Mixer with a cache: new tokens attend to themselves and to the text's earlier tokens.
 
     Attributes:
         places: number of tokens the cache can hold.
@@ -69,7 +69,7 @@ class Cached(Mixer):
 
 @dataclass(kw_only=True, eq=False)
 class CachedLatents(Cached):
-    """Mixer with a cache: a text's next tokens attend to the latents of all its tokens so far."""
+    """Mixer that caches latents instead of keys and values: new tokens attend to the latents of all tokens so far."""
 
     made: LatentKeys
 

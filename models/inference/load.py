@@ -2,7 +2,8 @@
 
     checkpoint of any layout  --pieces that meet this rank's boxes-->  one flat tensor of weights  ->  chunks
 
-There are no main grads, masters or moments, so a parameter takes 2 bytes in bf16, and 18 in training. No initial weights are drawn.
+There are no main grads, masters or moments, so a parameter takes 2 bytes in bf16, instead of 18 in training. No initial
+weights are drawn.
 """
 
 from collections.abc import Sequence
@@ -92,7 +93,7 @@ def for_reading(config: Config) -> Config:
 
 
 def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
-    """Refuse a checkpoint with tensors that this model lacks; the loader only checks that none of the model's are missing."""
+    """Refuse a checkpoint with tensors that this model lacks; the loader only checks that it has all of the model's tensors."""
     strangers = sorted(candidate.manifest.tensors.keys() - {spec.name for spec in model_specs(config.model)})
     if strangers:
         raise CheckpointError(

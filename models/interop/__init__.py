@@ -1,1 +1,1 @@
-"""Exchange with other libraries: mapping their names and conventions to ours."""
+"""Convert models and configs between other libraries' formats and ours."""

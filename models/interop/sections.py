@@ -1,4 +1,4 @@
-"""Config sections built from what other software wrote."""
+"""Validate a `model` section built from other software's settings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

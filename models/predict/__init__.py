@@ -1,1 +1,1 @@
-"""Predictions from the configuration alone: memory, traffic and recomputation."""
+"""Predicts memory, traffic and step time from the configuration alone, and chooses what to recompute."""

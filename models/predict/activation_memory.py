@@ -1,4 +1,4 @@
-"""Memory that a microbatch keeps on a rank between forward and backward, counted from the configuration alone.
+"""Count the bytes that a microbatch keeps on a rank for its backward, from the configuration alone.
 
 The formula follows section 4 of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
 (2205.05198), term by term, with what these kernels keep. The paper's block has 16 bits per element, 1 byte per dropout mask, MLP
@@ -68,7 +68,7 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
 
 
 def _before_layers(config: Config, at: Sizes, stage: StageContents) -> list[Term]:
-    """List the embedding's and rotation's tensors."""
+    """List the tensors that a stage keeps before its layers: the embedding's, and the rotation's tables."""
     terms = embedding_terms(config, at) if stage.has_embedding else []
     if stage.has_embedding and config.model.position_kind.has_table:
         terms.append(Term("embedding", "positions", Fraction(0), INDEX_BYTES * at.shard))
@@ -202,12 +202,11 @@ def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, l
 
 
 def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *, is_last_use: bool) -> tuple[int, int]:
-    """Count a layer's tensors that wait for deferred weight gradients, in bytes, and how far its backward exceeds its forward.
+    """Count (bytes that a layer holds for deferred weight gradients, bytes by which its backward's peak exceeds what is kept).
 
-    The second number is the most memory during the backward, less what the forward kept. From the last GEMM to the first, each
-    GEMM's operands are added, and what the layer kept before that GEMM is freed. An input
-    that the layer kept anyway adds nothing; a recomputed input adds its bytes. A rotation table is freed at its last use in a
-    stage (`is_last_use`).
+    From the last GEMM to the first, the backward adds each GEMM's operands to what the forward kept, and frees the kept tensors
+    that the GEMM's backward has used. An input that the layer kept anyway adds nothing; a recomputed input adds its bytes. A
+    rotation table is freed at its last use in a stage (`is_last_use`).
     """
     kept, waiting = block_terms(config, sizes, layer, load), deferred_terms(config, sizes, layer, load)
     has_input = {term.module for term in kept if term.tensor == "input" and term.ours}
@@ -230,9 +229,9 @@ def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *
 
 
 def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int], load: Fraction) -> list[tuple[int, int]]:
-    """List the result of `_waiting` for each layer in a stage, computed once for layers of one sort.
+    """List `_waiting`'s pair of byte counts for each layer in a stage; equal layers share one computation.
 
-    A backward goes down the stage, so a rotation table's last use is in the lowest layer that reads it.
+    A backward visits the last layer first, so a rotation table's last use is in the lowest layer that reads it.
     """
     known, found = dict[tuple[object, bool], tuple[int, int]](), []
     seen: set[Rotary | None] = set()
@@ -359,7 +358,7 @@ def layer_groups(
 
 
 def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Term], plain: Sequence[Term]) -> int:
-    """Count a layer's bytes while its backward recomputes attention's core: the terms before the core, and the core's own.
+    """Count the bytes that a layer holds while its backward recomputes attention's core; 0 if the core is not recomputed.
 
     Args:
         terms: tensors that the layer keeps with the configured recomputation.

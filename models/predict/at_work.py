@@ -1,4 +1,4 @@
-"""Peak bytes that a stage holds while experts run, counted from the configuration alone.
+"""Count the peak bytes that a stage holds while experts run, from the configuration alone.
 
 The peak is a sum: what the microbatch has kept by then (`models/predict/activation_memory.py`), and the running experts'
 temporaries (`models/predict/experts/temporaries.py`).

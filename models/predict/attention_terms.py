@@ -1,4 +1,4 @@
-"""Tensors that attention keeps: queries, keys, values, and the scores of explicit attention."""
+"""List the tensors that attention keeps for its backward: queries, keys, values, and explicit attention's scores."""
 
 from fractions import Fraction
 

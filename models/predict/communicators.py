@@ -32,7 +32,7 @@ MESSAGE_AXES = ("pp_forward", "pp_backward")
 
 
 def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None, *, has_experts: bool = False) -> tuple[int, ...]:
-    """Estimate the bytes of a rank's connected communicators; one number for each pipeline index.
+    """Estimate the bytes that NCCL holds for a rank's communicators; the tuple has one number for each pipeline index.
 
     Args:
         kv_heads: number of the model's key/value heads; None: as many as query heads.
@@ -52,9 +52,9 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None, *, has_expert
 
 
 def _fewest_dp(sizes: ParallelSizes) -> int:
-    """Find the smallest dp, at least 2 if the layout's dp is, whose ranks hold whole sets of experts.
+    """Find the smallest dp with as many kinds of process groups as the layout's own dp.
 
-    They must hold two sets, or one if the layout has only one.
+    It is at least 2 if the layout's dp is, and its ranks hold two whole sets of experts, or one if the layout has only one.
     """
     for dp in range(min(sizes.dp, 2), sizes.dp):
         num_sets, rest = divmod(sizes.tp * sizes.cp * dp, sizes.expert_ranks)

@@ -1,4 +1,4 @@
-"""A run's fit to its devices: the line that states it, the rule that rejects a misfit, and changes that make the run fit.
+"""State whether a run fits its devices' memory, reject one that does not, and propose changes with which it fits.
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
                                 ->  memory_rule    one more rule for `triaxis.engine.config.tree.problems`, if the device is known
@@ -134,7 +134,7 @@ def _is_read(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Changes that make a run fit.
+    """Changes with which a run fits its devices' memory.
 
     Attributes:
         total: bytes that the run's fullest rank is predicted to hold after these changes.
@@ -162,7 +162,8 @@ def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
     """Yield legal changes after which no rank is predicted to hold more than `most` bytes; none changes the number of ranks.
 
     Up to `MOST_OF_A_KIND` changes within the same layout come first, those that cost least speed first. Then come up to as
-    many of the nearest other layouts. If nothing fits so, the one result combines several changes.
+    many of the nearest other layouts. If none of these fits, the only result combines
+    several changes.
     """
     sizes = parallel_sizes(subject.config, subject.world_size)
     trial = _Trial(subject, most)

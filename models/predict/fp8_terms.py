@@ -1,4 +1,4 @@
-"""Product inputs that are kept in FP8, 1 byte per element, when one scale serves a whole tensor.
+"""Find the product inputs that are kept in FP8 (1 byte per element) when each tensor has one scale.
 
 A product keeps its input in FP8 if no other operator keeps the same tensor, and if recomputation does not replace the tensor.
 Left: products. Right: the input that each keeps in FP8.

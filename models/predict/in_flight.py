@@ -1,6 +1,6 @@
 """Moments at which a pipeline rank holds the most microbatches, found from its actions alone.
 
-    1F1B, rank 0 of 2: it runs F0 F1 B0 F2 B1 B2, and has two such moments for any number of microbatches:
+    1F1B, rank 0 of 2: it runs F0 F1 B0 F2 B1 B2. From two microbatches on there are two kinds of such moments:
     a forward F with 1 other microbatch kept, and a backward B with 1 other microbatch kept
 
 The bytes of a microbatch depend on the layout, but these moments depend only on the schedule. So layouts with the same schedule

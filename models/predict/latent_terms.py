@@ -1,4 +1,4 @@
-"""Tensors that latent attention keeps between its norm and its output projection.
+"""List the tensors that latent attention keeps between its norm and its output projection.
 
 Bytes per token of a rank, for w bytes per element, hidden size h, n heads on the rank, t tensor- and c context-parallel ranks,
 latent sizes r_q (queries) and r (keys and values), and head sizes dn + dr (queries, keys) and dv (values):
@@ -33,7 +33,7 @@ BEHIND_LATENTS = {
 
 
 def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, is_core_again: bool) -> list[Term]:
-    """List latent attention's tensors.
+    """List the tensors that latent attention keeps, by the module docstring's formulas.
 
     Args:
         is_core_again: attention's core is recomputed, so the gathered latents are kept, not the keys and values.

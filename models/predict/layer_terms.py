@@ -1,4 +1,4 @@
-"""Tensors that one transformer layer keeps for its backward, counted from the configuration alone.
+"""List the tensors that one transformer layer keeps for its backward, from the configuration alone.
 
 `triaxis.models.predict.activation_memory` explains the terms. A linear layer keeps its input to compute its weight gradient.
 """
@@ -78,7 +78,7 @@ def all_terms(
 
 
 def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
-    """List a dense MLP's tensors."""
+    """List the tensors that a dense MLP keeps for its backward."""
     model, nothing = config.model, Fraction(0)
     terms = [column_input(config, at, "mlp.up", "norm" if model.norms_before else "")]
     if model.activation_kind.is_gated:

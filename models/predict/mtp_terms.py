@@ -1,4 +1,4 @@
-"""Tensors that multi-token-prediction (MTP) layers keep in addition to those of any transformer layer.
+"""List the tensors that multi-token-prediction (MTP) layers keep besides those of any transformer layer.
 
 inputs [2 s(/t), b, h] --two norms--> [s(/t), b, 2 h] --projection--> a layer --norm--> head
 """

@@ -1,16 +1,16 @@
-"""Prediction of a rank's memory from the configuration alone, and changes that reduce it.
+"""Predict each rank's memory from the configuration alone, and list changes that reduce it.
 
-    parameters     flat buffers, the run's dtype; with ZeRO-3 the owned parts, and two layers
-    gradients      flat buffers, accumulation dtype (or as narrow as the parameters); from ZeRO-2 on the owned parts, and two layers
-    optimizer      moments, and masters where the parameters are not wide enough; 1/(dp cp) of each bucket, of experts 1/edp
-    activations    what microbatches in flight keep for their backwards (`models/predict/activation_memory.py`), at most
-    temporaries    what experts at work add to the fullest moment (`models/predict/experts/temporaries.py`), FP8 copies of weights
-    messages       activations and gradients between stages that are received early, in use or being sent, the most at one time
-    communicators  NCCL's buffers, outside of torch's allocator: an estimate (`models/predict/communicators.py`)
-    host           what they keep in the host's memory; no part of the rest
+    parameters     flat buffers in the run's dtype; with ZeRO-3 only the rank's own shards, and room for two whole buckets
+    gradients      flat buffers in the accumulation dtype (or the run's); from ZeRO-2 on only the rank's shards, and two buckets
+    optimizer      moments, and masters if the parameters are too narrow: 1 / (dp cp) of each bucket, 1 / edp of an expert bucket
+    activations    peak bytes that microbatches keep on the device for their backwards (`models/predict/activation_memory.py`)
+    temporaries    bytes by which running experts raise that peak (`models/predict/experts/temporaries.py`); FP8 weight copies
+    messages       peak bytes of activations and gradients that are received early, in use or being sent between stages
+    communicators  NCCL's buffers, outside torch's allocator: an estimate (`models/predict/communicators.py`)
+    host           peak bytes that microbatches keep in host memory; not part of a rank's total
 
-Not in it: what other operators need while they run, CUDA's context, an allocator's rounding. Parameters, gradients and optimizer
-are exact, activations and messages as exact as their formulas.
+Not counted: other operators' temporaries, CUDA's context, an allocator's rounding. Parameters, gradients and optimizer state are
+exact; activations and messages are as exact as their formulas.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "messages", "com
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank by kind; `total` is of its device, and `host` no part of it."""
+    """One rank's predicted bytes, by kind of memory. `total` counts device memory, so it leaves out `host`."""
 
     parameters: int
     gradients: int
@@ -70,7 +70,7 @@ class Memory:
 
     @property
     def tensors(self) -> int:
-        """Return the bytes that torch's allocator hands out on the device."""
+        """Device bytes that torch's allocator hands out: all kinds but communicators."""
         kept = self.parameters + self.gradients + self.optimizer + self.activations
         return kept + self.temporaries + self.messages
 
@@ -80,7 +80,7 @@ class Memory:
 
 
 def shown_kinds(ranks: Sequence[Memory]) -> tuple[str, ...]:
-    """Return the kinds of a table: temporaries belong to it where some rank has any, so with experts or FP8."""
+    """List the kinds of memory that a table shows; `temporaries` only if some rank has any (a run with experts or FP8)."""
     return KINDS if any(rank.temporaries for rank in ranks) else KINDS[:-1]
 
 
@@ -89,20 +89,20 @@ class Prediction:
     """The predicted memory of every rank of a run.
 
     Attributes:
-        ranks: by pipeline index; tp and dp indices make no difference.
+        ranks: memory of a rank at each pipeline index; ranks that differ only in tp, cp or dp index hold the same.
     """
 
     ranks: tuple[Memory, ...]
 
     @property
     def pp(self) -> int:
-        """Return the pipeline index of the ranks that hold the most; the first of several."""
+        """Pipeline index of the ranks that hold the most memory; the lowest index if several hold equally much."""
         totals = [rank.total for rank in self.ranks]
         return totals.index(max(totals))
 
     @property
     def fullest(self) -> Memory:
-        """Return the memory of the ranks that hold the most."""
+        """Memory of the ranks that hold the most."""
         return self.ranks[self.pp]
 
 
@@ -114,16 +114,16 @@ def predict(
     memo: Memo | None = None,
     load: Fraction = BALANCED,
 ) -> Prediction:
-    """Predict the memory of every rank from the configuration alone; no device and no torch are needed.
+    """Predict the memory of every rank from the configuration alone; neither a device nor torch is needed.
 
     Args:
-        config: of a run that breaks no rule.
-        nccl: NCCL connects the ranks; gloo has no buffers on a device.
-        memo: of earlier predictions of this run in other layouts, batches and recomputations; filled and used.
-        load: rows of a rank's experts over those of all alike, in each of its layers (`triaxis.models.predict.experts.memory`).
+        config: configuration that breaks no rule.
+        nccl: whether NCCL connects the ranks; if False, gloo does, which has no buffers on a device.
+        memo: cache of this run's predictions with other layouts, batch sizes and recomputation; read and filled.
+        load: rows that a rank's experts get in each layer, over the rows under balanced routing.
 
     Raises:
-        ConfigError: as `resolve_recompute`.
+        ConfigError: from `resolve_recompute`.
     """
     memo = {} if memo is None else memo
     resolved = resolve_recompute(config, sizes)
@@ -131,19 +131,19 @@ def predict(
 
 
 def predicted_memory(config: Config, sizes: ParallelSizes, pp: int, *, nccl: bool = True) -> Memory:
-    """Predict the memory of the ranks with pipeline index `pp`, as `predict` does."""
+    """Predict the memory of the ranks with pipeline index `pp`; the other arguments are those of `predict`."""
     return predict(config, sizes, nccl=nccl).ranks[pp]
 
 
 def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
-    """Replace each `auto` of `recompute` by what it comes to: the same on every rank.
+    """Return the configuration with each `auto` in its `recompute` section replaced by a choice, equal on all ranks.
 
-    The granularity is the first of `triaxis.models.predict.recompute_choice.candidates` with which no pipeline rank is
-    predicted to hold more than `memory_gb`, communicators left out: the choice must not depend on the device. Gathered keys
-    and values, then gathered inputs are kept where that many bytes hold them as well; without `memory_gb` they are gathered again.
+    An `auto` granularity becomes the first of `recompute_choice.candidates` with which every rank's prediction fits `memory_gb`.
+    Communicators are not counted, so that the choice does not depend on the device. Then gathered keys and values are kept if
+    every rank still fits, and after them gathered inputs. Otherwise, and without `memory_gb`, they are gathered again.
 
     Raises:
-        ConfigError: no choice is enough; the message has the predictions.
+        ConfigError: no choice fits in `memory_gb`; the message has the predictions.
     """
     asked = config.recompute
     if asked.is_resolved:
@@ -188,7 +188,7 @@ GATHERED = ("gathered_kv", "gathered_inputs")
 
 
 def can_keep(config: Config, name: str) -> bool:
-    """Return whether there is something gathered of this name to keep."""
+    """Whether a run has gathered tensors that `recompute.NAME` can keep; `name` is one of `GATHERED`."""
     if name == "gathered_kv":
         # Attention in plain operators keeps it anyway, and latents are kept.
         return gathers_keys(config) and config.kernels.attention != "explicit" and config.model.mla is None
@@ -197,7 +197,7 @@ def can_keep(config: Config, name: str) -> bool:
 
 
 def _with_gathered_kept(config: Config, name: str, pipeline: "_Pipeline", budget_gb: float) -> Config:
-    """Keep what is gathered if the budget holds it."""
+    """Return the config with `recompute.NAME` set to keep if every rank then fits in `budget_gb`; else the config unchanged."""
     if not can_keep(config, name):
         return config
     kept = config.model_copy(update={"recompute": config.recompute.model_copy(update={name: "keep"})})
@@ -206,7 +206,7 @@ def _with_gathered_kept(config: Config, name: str, pipeline: "_Pipeline", budget
 
 @dataclass(frozen=True, slots=True)
 class _Pipeline:
-    """The part of a prediction that does not depend on what is recomputed: the stages and state of each pipeline rank."""
+    """The part of a prediction that does not depend on recomputation: each pipeline rank's stages and training state."""
 
     sizes: ParallelSizes
     cut: StageCut
@@ -225,7 +225,7 @@ class _Pipeline:
     def memory(
         self, config: Config, *, nccl: bool, memo: Memo | None = None, load: Fraction = BALANCED
     ) -> tuple[Memory, ...]:
-        """Predict the memory of each pipeline rank with what `config` recomputes and offloads."""
+        """Predict each pipeline rank's memory with the recomputation and offloading that `config` asks for."""
         sizes = self.sizes
         memo = {} if memo is None else memo
         ranks = (sizes.tp, sizes.cp, sizes.ep, sizes.etp)
@@ -263,7 +263,7 @@ class _Pipeline:
         return tuple(found)
 
     def _peaks(self, config: Config, memo: Memo) -> list[tuple[PeakMoment, ...]]:
-        """Return the peaks of each pipeline rank; its chunks are numbered by their contents."""
+        """List each pipeline rank's peak moments. Chunks with equal contents get the same index in `PeakMoment`."""
         sizes, num_microbatches = self.sizes, _as_full(config, self.sizes)
         numbers = []
         for _, chunks in self.cut.ranks:
@@ -280,9 +280,10 @@ class _Pipeline:
 
 
 def _as_full(config: Config, sizes: ParallelSizes) -> int:
-    """Return microbatches with which a pipeline is as full as with all of the step's: a few rounds, and the partial last one.
+    """Find a small number of microbatches that fills the pipeline as much as all of the step's microbatches do.
 
-    GPipe holds all of them, and a schedule from a file may.
+    It is at most a few rounds of pp microbatches, and the last, partial round. With GPipe or a schedule from a file it is the
+    number of all microbatches, since such a schedule may hold all of them at once.
     """
     num_microbatches = batch_plan(config, sizes.dp).num_microbatches
     if config.schedule.name == "gpipe" or config.schedule.file is not None:
@@ -291,16 +292,16 @@ def _as_full(config: Config, sizes: ParallelSizes) -> int:
 
 
 def _message_bytes(config: Config) -> int:
-    """Count the bytes of one activation between two stages, [s/c (/ t), b, h] in the run's dtype."""
+    """Count the bytes of an activation between stages: [s/c, b, h], or [s/(c t), b, h] with sequence parallelism."""
     elements = local_seq_length(config) * config.train.micro_batch_size * config.model.hidden_size
     return elements * BYTES_PER_ELEMENT[config.precision.dtype]
 
 
 def _most_messages(sizes: ParallelSizes, pp: int) -> int:
-    """Count the messages that a pipeline rank holds at one time, as `triaxis.engine.pipeline.lowering` posts them.
+    """Count the most activations and gradients between stages that a pipeline rank holds at one time.
 
-    A rank with two neighbours holds an early receive, a gradient in use and a send; at the ends of a pipeline whose last rank does
-    not send to the first, a rank has one neighbour, and one message less.
+    `triaxis.engine.pipeline.lowering` posts them. A rank with two neighbours holds three: one received early, one in use, and one
+    being sent. The first and last ranks hold two if the last rank does not send to the first.
     """
     if sizes.pp == 1:
         return 0
@@ -313,11 +314,11 @@ class _Held:
     """Bytes that one microbatch holds on one stage.
 
     Attributes:
-        kept, moved: between its passes, on the device and in the host's memory.
-        in_forward, in_backward: at most in each pass; the backward is an I where weight gradients wait.
-        in_whole_backward: at most in a B.
-        deferred: for its weight gradients, behind the gradient of its input.
-        at_work: at most in the forward and in the backward while experts are at work, with what they hold beside what is kept.
+        kept, moved: bytes between forward and backward, on the device and in host memory.
+        in_forward, in_backward: peak bytes in each pass; with deferred weight gradients the backward is an I.
+        deferred: bytes held between an I and its W.
+        in_whole_backward: peak bytes in a B.
+        at_work: peak bytes while experts run, their temporaries included: (in the forward, in the backward).
     """
 
     kept: int
@@ -344,11 +345,14 @@ class _Held:
 
 
 def _most_activations(held: Sequence[_Held], peaks: Sequence[PeakMoment]) -> tuple[int, int, int]:
-    """Find the most that microbatches keep at one time on a rank, on the device and in the host's memory; `held` by number of
-    contents.
+    """Compute the peak bytes that microbatches keep on a rank.
+
+    Args:
+        held: bytes of one microbatch on a stage, for each index that `peaks` uses for stage contents.
+        peaks: the rank's peak moments.
 
     Returns:
-        Bytes on the device, bytes more that it holds at one time with temporaries, bytes in the host's memory.
+        Peak bytes on the device, bytes by which the experts' temporaries raise that peak, and peak bytes in host memory.
     """
     most = most_in_all = most_host = 0
     for kind, stage, kept, deferred in peaks:
@@ -371,11 +375,12 @@ Changes = tuple[tuple[str, object], ...]
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Changes of fields (or of `recompute` as a whole) that belong together, and the prediction after them.
+    """Changes that are applied together to reduce memory, and the prediction after them.
 
     Attributes:
-        total: bytes of the ranks for which savings were asked.
-        fullest: bytes of the ranks that then hold the most.
+        changes: fields (or the whole section `recompute`) and their new values.
+        total: predicted bytes of the pipeline rank that `savings` was asked about.
+        fullest: predicted bytes of the ranks that then hold the most.
     """
 
     changes: Changes
@@ -384,7 +389,7 @@ class Saving:
 
     @property
     def key(self) -> str:
-        """Return the field that makes the difference; the others follow from it."""
+        """The changed field that saves the memory; other fields in `changes` are adjusted to it."""
         return self.changes[0][0]
 
     def __str__(self) -> str:
@@ -407,14 +412,15 @@ def _override(key: str, value: object) -> str:
 
 
 def savings(config: Config, pp: int, *, nccl: bool = True, most_bytes: int | None = None) -> Iterator[Saving]:
-    """Find legal changes that make the predicted memory of pipeline rank `pp` smaller, from the cheapest in speed on.
+    """Yield legal changes that reduce the predicted memory of pipeline rank `pp`, those that cost least speed first.
 
-    Those of the layout keep the number of ranks, so dp gets smaller where tp or pp gets larger.
+    The number of ranks stays the same: a change that doubles tp, cp or pp halves dp.
 
     Args:
-        config: of the run, `parallel.dp` included.
-        nccl: as for `predict`.
-        most_bytes: memory of a device, which no rank may exceed after a change; None: unknown.
+        config: the run's configuration, with `parallel.dp` set.
+        pp: pipeline index.
+        nccl: whether NCCL connects the ranks, as in `predict`.
+        most_bytes: bytes that no rank may exceed after a change; None: no limit.
     """
     sizes = parallel_sizes(config)
     now = predict(config, sizes, nccl=nccl).ranks[pp].total
@@ -441,9 +447,9 @@ def _candidates(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
 
 
 def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
-    """List changes of one field that may make a rank hold less in the same layout, from the cheapest in speed on.
+    """Yield (field, new value) for changes that may reduce memory in the same layout, those that cost least speed first.
 
-    They need not be legal.
+    Callers must check each change, since it may break a rule.
     """
     recompute = config.recompute
     if config.kernels.attention == "explicit":
@@ -475,7 +481,7 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
 
 
 def _more_offloaded(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
-    """List offload candidates: half the chunk's layers, then all but the last, whose copies could not be overlapped."""
+    """Yield changes that offload more layers: half of a chunk's, then all but the last, whose copies nothing could overlap."""
     most = max(len(stage.layers) for stage in stages_of(config))
     for num_layers in sorted({most // 2, most - 1}):
         if num_layers > config.offload.num_layers:

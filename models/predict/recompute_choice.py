@@ -1,4 +1,4 @@
-"""The price of recomputing each part of a layer, the memory that it saves, and the parts that are worth it.
+"""Price the recomputation of each part of a layer, and choose the parts whose saved memory is worth it.
 
 Cost is counted in bytes moved to and from device memory per token; a FLOP costs 1 / FLOPS_PER_BYTE bytes. The gain is the size of
 the part's tensors by the formula in `models/predict/activation_memory.py`. For a Llama-3-8B layer in bf16:
@@ -90,7 +90,7 @@ def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str
 
 
 def usual_layer(config: Config) -> int:
-    """Return the index of a layer that represents all.
+    """Return the index of the layer whose prices stand for all layers'.
 
     It is the first layer with experts if most layers have experts, else the first layer without.
     """

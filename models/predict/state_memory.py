@@ -1,4 +1,4 @@
-"""Bytes of flat buffers and optimizer state on a rank, counted from the configuration alone."""
+"""Count the bytes of a rank's flat buffers and optimizer state from the configuration alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _IN_FP8 = (
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of what lives between steps on one rank; `copies` of weights in FP8, which each step makes anew."""
+    """Bytes of one rank's training state; `copies` counts the FP8 copies of weights, which each step computes again."""
 
     parameters: int
     gradients: int
@@ -29,7 +29,7 @@ class StateBytes:
 
 
 def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageContents]) -> StateBytes:
-    """Count the flat buffers and the optimizer's state of a rank that holds these stages."""
+    """Count the bytes of flat buffers and optimizer state on a rank that holds these stages."""
     records = held_records(config, sizes, chunks)
     nbytes = dict.fromkeys((WEIGHT, MAIN_GRAD), 0)
     optimizer = 0
@@ -44,7 +44,7 @@ def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageCont
 
 
 def _fp8_copies(config: Config, records: Sequence[ParamRecord]) -> int:
-    """Count the FP8 copies of weights, of W and of its transpose, with their scales."""
+    """Count the bytes of the weights' FP8 copies: each weight W and its transpose, with their scales."""
     if config.precision.fp8 is None:
         return 0
     recipe = config.precision.fp8.recipe
@@ -57,7 +57,7 @@ def _fp8_copies(config: Config, records: Sequence[ParamRecord]) -> int:
 
 
 def has_fp8_copies(config: Config, name: str) -> bool:
-    """Return whether a weight is read in FP8: one of a projection of attention, an MLP or shared experts, in an FP8 layer."""
+    """Whether the named weight has FP8 copies: in an FP8 layer, a projection in attention, an MLP or the shared experts."""
     layer = next((int(part) for part in name.split(".")[1:2] if part.isdigit()), -1)
     return name.endswith(_IN_FP8) and layer in fp8_layers(config)
 
@@ -65,7 +65,7 @@ def has_fp8_copies(config: Config, name: str) -> bool:
 def held_records(
     config: Config, sizes: ParallelSizes, mine: Sequence[StageContents], tp_index: int = 0
 ) -> list[ParamRecord]:
-    """List the parameters of a rank that holds these stages, in forward order. All ranks' experts have equal shapes."""
+    """List, in forward order, the parameters on a rank that holds the stages `mine`; all ranks' experts have equal shapes."""
     specs = {spec.name: spec for stage in mine for spec in stage_specs(config.model, stage)}
     return [
         localize(

@@ -1,28 +1,29 @@
-"""Traffic of one training step of a GPT, counted from the configuration alone.
+"""Count the calls and bytes that a rank sends in one training step, from the configuration alone.
 
-This is the expected side of the ledger: calls and wire bytes per rank, from the formulas of the papers (2104.04473 section
-3.2, 2205.05198 section 4.2.2, 1910.02054 section 7), written without looking at the engine. Ring costs, N = bytes of the
-whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and all-to-all (n-1)/n N; a send costs its bytes.
+`triaxis footprint` compares them with the engine's communication ledger. So the formulas come from the papers (2104.04473 section
+3.2, 2205.05198 section 4.2.2, 1910.02054 section 7), not from the engine's code. With N bytes in the whole tensor and n ranks, a
+ring sends per rank: all-reduce 2 (n-1)/n N; all-gather, reduce-scatter and all-to-all (n-1)/n N. A send costs its bytes.
 
-    b s h w t m: microbatch, sequence, hidden, bytes per element, tp size, microbatches per step
-    layer, no SP      2 all-reduces forward, 2 backward (+ 2 when the whole layer is recomputed), each of w b s h
-    layer, SP         2 all-gathers + 2 reduce-scatters each way, + 2 all-gathers to regather inputs, unless they are kept
-                      (`recompute.gathered_inputs`) (+ 2 + 2 recomputed), + 2 all-gathers with deferred weight gradients
-    layer, latents    what enters attention is the queries' latent (or x), r_q wide, and the other latent with the rotated key,
-                      r_kv + dr wide, in two calls in place of one of h; the second is not gathered again
+A microbatch has b samples of s tokens, each h wide, with w bytes per element. The right column lists a layer's calls per
+microbatch; "recomputed" applies if the whole layer is recomputed:
+
+    layer, no SP      over tp: 2 all-reduces forward, 2 backward (2 more recomputed), each of w b s h bytes
+    layer, SP         over tp: 2 all-gathers and 2 reduce-scatters in each pass (2 and 2 more recomputed); 2 all-gathers of inputs
+                      in the backward unless `recompute.gathered_inputs` is keep; 2 all-gathers with deferred weight gradients
+    layer, latents    attention's input is sent in two calls instead of one of width h: the queries' latent (or x), r_q wide, and
+                      the key/value latent with the rotated key, r_kv + dr wide; the backward does not gather the second again
     layer, QK-norm    over all heads: an all-reduce of [s, b, 2] squares in the accumulation dtype forward, and one backward
-    layer, cp         all_gather: a gather of k and v forward (+ 1 recomputed), one backward unless they are kept
-                      (`recompute.gathered_kv`), and a reduce-scatter of their gradients, each in pieces of heads;
-                      latents: a gather forward (+ 1 recomputed) and a reduce-scatter of gradients, of r_kv + dr numbers per token
-                      ulysses: an all-to-all of q, k and v and one of the output, each way (+ 2 recomputed)
-    FP8               with one scale for a tensor an all-reduce of its largest number, 4 bytes: of the input over cp, and over tp
-                      where it is cut, once, also where a layer is recomputed; of the output's gradient likewise; of a weight over
-                      tp, once a step
-                      with `precision.fp8.gather` also of what is gathered for linear layers, which then is 1 byte per element
-    token ahead       a layer, and the calls of embedding and head once more; one more number in each of the step's sums over the
-                      world: of counted labels, and of what all ranks agree on
-    frozen            gradients as of any other, and no all-gather of parameters, which nothing has changed
-    layer, experts    of an MLP's calls those of the shared experts alone, and what `models/predict/experts/traffic.py` counts
+    layer, cp         all_gather: a gather of k and v forward (1 more recomputed), one backward unless `recompute.gathered_kv` is
+                      keep, and a reduce-scatter of their gradients; each in pieces of some heads
+                      latents: a gather forward (1 more recomputed), a reduce-scatter of gradients; r_kv + dr elements per token
+                      ulysses: an all-to-all of q, k and v and one of the output, in each pass (2 more recomputed)
+    FP8               with one scale per tensor, all-reduces of a tensor's largest magnitude, 4 bytes: for a product's input and
+                      its output's gradient over cp, and over tp if the tensor is cut there, never repeated by recomputation; for
+                      a weight over tp, once a step. With `precision.fp8.gather` = fp8, linear layers gather 1 byte per element
+    MTP layer         a layer's calls, and the embedding's and head's once more; one more number in each of the step's two
+                      all-reduces over the world (the counted labels, and the numbers on which all ranks agree)
+    frozen            gradients as for other parameters; no all-gather, since frozen parameters do not change
+    layer, experts    an MLP's calls only for shared experts, and the calls in `models/predict/experts/traffic.py`
 """
 
 from collections import Counter
@@ -67,7 +68,7 @@ HAND_OVER = "hand-over"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Flow:
-    """A kind of traffic: the axis, the purpose, and the operation."""
+    """A key for calls that are counted together: their axis, purpose and operation, as in the communication ledger."""
 
     axis: str
     purpose: str
@@ -76,15 +77,17 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """Calls, and bytes that one rank puts on the wire."""
+    """Number of calls, and the bytes that one rank sends in them."""
 
     calls: int
     wire_bytes: int
 
 
 def wire_bytes(op: str, size: int, num_bytes: int) -> int:
-    """Return the ring cost per rank. `num_bytes` is what the ledger's numel counts: the whole tensor, but the shard for
-    all-gather, and of rows those that go to other ranks.
+    """Compute the bytes that a rank sends in one call over a ring of `size` ranks; 0 for a receive.
+
+    `num_bytes` is the size that the ledger records: for an all-gather the shard's, for exchanged rows that of rows to other ranks,
+    else the whole tensor's.
     """
     if op == "all_reduce":
         return 2 * (size - 1) * num_bytes // size
@@ -102,14 +105,14 @@ class _Tally:
         self.bytes: Counter[Flow] = Counter()
 
     def add(self, axis: str, purpose: str, op: str, size: int, num_bytes: int, calls: int = 1) -> None:
-        """Add `calls` calls, each of `num_bytes` as the ledger counts them; nothing on a one-rank axis."""
+        """Add `calls` calls, each with `num_bytes` in the ledger (see `wire_bytes`); an axis with one rank adds nothing."""
         if size > 1 and calls > 0:
             flow = Flow(axis, purpose, op)
             self.calls[flow] += calls
             self.bytes[flow] += calls * wire_bytes(op, size, num_bytes)
 
     def add_uneven(self, axis: str, purpose: str, op: str, size: int, num_bytes: int, calls: int) -> None:
-        """Add `calls` calls that put `num_bytes` on the wire, all together."""
+        """Add `calls` calls in which the rank sends `num_bytes` in total; an axis with one rank adds nothing."""
         if size > 1:
             flow = Flow(axis, purpose, op)
             self.calls[flow] += calls
@@ -129,8 +132,10 @@ def expected_traffic(
     """Compute the traffic of one training step on the rank at these coordinates.
 
     Args:
-        stages: contents of all pipeline stages in order: a rank holds every pp-th, or in a V the r-th from both ends.
-        choices: of experts in the step, on which the bytes of dispatch by all-to-all depend; None: all experts get equally many.
+        at: the rank's index on each axis.
+        stages: contents of all pipeline stages, in order. The rank holds every `sizes.pp`-th of them; in a V-shaped schedule, the
+            stages at distance `at.pp` from both ends.
+        choices: the step's expert choices, on which all-to-all dispatch depends; None: all experts get equally many tokens.
     """
     config = resolve_recompute(config, sizes)
     tally = _Tally()
@@ -158,7 +163,7 @@ def _activation_bytes(config: Config, seq_length: int) -> int:
 
 
 def _deferred_microbatches(config: Config, sizes: ParallelSizes, stage: int) -> int:
-    """Return the microbatches of a step whose weight gradients wait on a stage: all or none, but for a schedule of a file."""
+    """Count a step's microbatches with deferred weight gradients on a stage: all or none, unless a file gives the schedule."""
     if config.schedule.file is None:
         return batch_plan(config, sizes.dp).num_microbatches * config.schedule.defers_weight_gradients
     schedule = schedules.of_step(config, sizes)
@@ -168,7 +173,7 @@ def _deferred_microbatches(config: Config, sizes: ParallelSizes, stage: int) -> 
 
 
 def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number: int, stage: StageContents) -> None:
-    """Add what a stage sends over tp, forward, again and back."""
+    """Add a stage's calls over tp, in the forward, recomputation and backward; `number` is the stage's index."""
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
     whole = _activation_bytes(config, part_length(config))
     element = BYTES_PER_ELEMENT[config.precision.dtype]
@@ -189,7 +194,7 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
         in_fp8 = fp8_layers(config) if config.precision.fp8 is not None and config.precision.fp8.gather == "fp8" else ()
 
         def gather(layers: Sequence[int], width: int, *, calls: int, is_of_product: bool = True) -> None:
-            """Add gathers of the layers' shards; those of a product with FP8 operands may carry 1 byte per number."""
+            """Add `calls` gathers per layer, each of `width` elements per token; FP8 layers may gather a product's input in FP8."""
             narrow = sum(layer in in_fp8 for layer in layers) * is_of_product
             for num_bytes, count in ((1, narrow), (element, len(layers) - narrow)):
                 tally.add("tp", "activations", "all_gather", t, num_bytes * width * tokens // t, calls * count)
@@ -220,14 +225,14 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
 
 
 def _entries(config: Config) -> list[tuple[int, bool]]:
-    """List the width of what enters a layer's products over tp, and whether it enters a product at once."""
+    """List (width, whether a product reads it directly) for each tensor that enters tp in a layer; the last is the MLP's input."""
     h, mla = config.model.hidden_size, config.model.mla
     attention = [(h, True)] if mla is None else [(mla.q_lora_rank or h, True), (mla.cached_size, False)]
     return [*attention, (h, True)]
 
 
 def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
-    """Add what attention sends over cp: forward, again where a layer is recomputed as a whole, and backward."""
+    """Add attention's calls over cp, in the forward, in the recomputation of whole layers, and in the backward."""
     model, m = config.model, batch_plan(config, sizes.dp).num_microbatches
     kv_heads = local_kv_heads(config)
     element = BYTES_PER_ELEMENT[config.precision.dtype]
@@ -258,7 +263,7 @@ def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage
 
 
 def _fp8_scales(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
-    """Add the maxima over tp and cp that FP8 scales of whole tensors are made of."""
+    """Add the all-reduces over tp and cp that find each tensor's maximum, from which its FP8 scale is computed."""
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS:
         return
@@ -276,7 +281,7 @@ def _fp8_scales(tally: _Tally, config: Config, sizes: ParallelSizes, stage: Stag
 
 
 def _has_mlp(config: Config, layer: int) -> bool:
-    """Return whether a layer has an MLP that is cut over tp: a dense one, or shared experts."""
+    """Whether a layer has an MLP that is cut over tp: a dense MLP or shared experts."""
     moe = config.model.moe
     return moe is None or not config.model.layer_kind(layer).has_experts or moe.shared_experts > 0
 
@@ -289,7 +294,7 @@ def _experts(
     stage: StageContents,
     choices: Choices | None,
 ) -> None:
-    """Add what layers with experts send: their tokens and outputs, and the fractions of each sample's choices."""
+    """Add expert layers' calls: dispatched tokens, returned outputs, and each sample's fractions for the sequence loss."""
     again = stage.layers[: recomputed_layers(config, stage)]
     member = ((at.dp * sizes.cp + at.cp) * sizes.tp + at.tp) % (sizes.ep * sizes.etp)
     axis_sizes = {"experts": sizes.ep * sizes.etp, "sample": sizes.cp * sizes.tp, "tp": sizes.tp}
@@ -355,7 +360,7 @@ def _data_parallel(
 def _gathers(
     config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents], layout: BufferLayout
 ) -> Counter[int]:
-    """Count the gathers of each bucket, by number, in a step, whose weights are in slots; `stages` are the rank's chunks."""
+    """Count a step's gathers of each bucket, by bucket index, under ZeRO-3; `stages` lists the contents of the rank's chunks."""
     numbers = {bucket.entries[0].record.spec.layer: number for number, bucket in enumerate(layout.buckets)}
     order = GatherOrder(len(layout.buckets), len(layout.slot_numels(NUM_SLOTS)))
     counts: Counter[int] = Counter()
@@ -370,7 +375,10 @@ def _gathers(
 
 
 def _backward_uses(config: Config, stage: StageContents) -> Iterator[int]:
-    """Yield a stage's layers in the order in which a backward reads their weights: a recomputed group's forward comes first."""
+    """Yield a stage's layers in the order in which a backward reads their weights.
+
+    A recomputed group's layers are yielded twice: first to last for the forward, then last to first.
+    """
     recompute, layers, num_again = config.recompute, stage.layers, recomputed_layers(config, stage)
     size, of_own = recompute.num_layers if recompute.method == "uniform" else 1, min(stage.num_own, num_again)
     groups = [range(start, min(start + size, of_own)) for start in range(0, of_own, size)]
@@ -384,7 +392,7 @@ def _backward_uses(config: Config, stage: StageContents) -> Iterator[int]:
 
 
 def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
-    """Sum the posted calls of a ledger into the same flows."""
+    """Sum a ledger's posted calls by flow, for comparison with `expected_traffic`."""
     tally = _Tally()
     for event in posted:
         purpose = event.purpose

@@ -1,1 +1,1 @@
-"""The bytes of a checkpoint: tensors, manifest and fingerprints."""
+"""Reads and writes a checkpoint's files: tensors, and a manifest with fingerprints."""

@@ -1,4 +1,4 @@
-"""Pieces of tensors as boxes, so that one layout's pieces can be cut again for another.
+"""Describes pieces of tensors as boxes, so that one layout's pieces can be cut again for another.
 
 A rank owns a flat range in the row-major local box of a parameter (`layout/param_layout.Segment`). Such a range consists of at most
 2n - 1 boxes of the global tensor, each contiguous in the range:

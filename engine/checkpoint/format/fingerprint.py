@@ -1,4 +1,4 @@
-"""A number that identifies weights and moments, whatever the layout.
+"""Computes a number that identifies weights and moments, whatever the layout.
 
     fingerprint(kind) = sum over the kind's tensors, rows r and columns c of (word[r, c] + golden) R(r) C(c)   mod 2^64
 

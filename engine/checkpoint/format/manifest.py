@@ -1,4 +1,4 @@
-"""The manifest: a checkpoint described as JSON, readable for people too.
+"""Writes and reads the manifest, which describes a checkpoint as JSON that people can read too.
 
     step_00001000/
         manifest.json            this file: the run's state, and place and hash of every piece of every tensor
@@ -71,7 +71,7 @@ FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}\.safetensors$")]
 
 
 def _of_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Check that a configuration consists of sections, plus a list of phases if it has any, and translate it to today's names."""
+    """Translate a saved configuration to today's names; ValueError unless every section is a dict (`phases`: a list)."""
     config = translated(config)
     for name, value in config.items():
         if not isinstance(value, list if name == "phases" else dict):
@@ -133,7 +133,7 @@ class Ancestor(_Record):
 
 
 class LossScaleRecord(_Record):
-    """A dynamic loss scale (`triaxis.engine.optimizer.loss_scale.ScaleState`)."""
+    """The saved state of a dynamic loss scale (`triaxis.engine.optimizer.loss_scale.ScaleState`)."""
 
     scale: float = Field(gt=0)
     updates: int = Field(ge=0, le=MOST_STEPS)
@@ -240,7 +240,7 @@ class Manifest(_Record):
 
     @cached_property
     def pieces_by_tensor(self) -> dict[tuple[str, Kind], list[tuple[int, Piece]]]:
-        """For each tensor and kind: its pieces, as (index of the file in `files`, piece)."""
+        """Map each (tensor name, kind) to its pieces, as (index of the piece's file in `files`, piece)."""
         index: dict[tuple[str, Kind], list[tuple[int, Piece]]] = {}
         for number, file in enumerate(self.files):
             for piece in file.pieces:

@@ -165,7 +165,7 @@ def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
 class PieceReader:
     """A reader for one checkpoint's pieces that checks the pieces' hashes; a context manager that holds open files.
 
-    Pieces are read into two buffers in turn, so the second read after a piece's own overwrites it.
+    Pieces are read into two buffers in turn, so a piece survives the next read, but not the one after that.
 
     Args:
         folder: folder of the checkpoint.

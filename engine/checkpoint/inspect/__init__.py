@@ -1,1 +1,1 @@
-"""Tools that read finished checkpoints."""
+"""Reads a finished checkpoint's weights, tokenizer and corpora without its run."""

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading in Python, without its run, its layout or a process group."""
+"""Opens a checkpoint for reading in Python, without its run, its layout or a process group."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

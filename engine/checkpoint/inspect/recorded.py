@@ -1,4 +1,4 @@
-"""The search for the tokenizer, corpora and extension that a checkpoint names, even after a move.
+"""Finds the tokenizer, corpora and extension that a checkpoint names, even if files have moved.
 
 A checkpoint records paths in one of two forms:
 

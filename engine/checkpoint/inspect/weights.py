@@ -1,4 +1,4 @@
-"""The choice of weights to read from a checkpoint: trained, or their moving average."""
+"""Chooses which weights to read from a checkpoint: the trained ones or their moving average."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,1 +1,1 @@
-"""Corpora on disk: tokens, records and tokenizers. `triaxis.launch.prepare` creates them."""
+"""Reads and writes tokens on disk, and opens their records and tokenizers. `triaxis.launch.prepare` creates corpora."""

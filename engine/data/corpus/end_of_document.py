@@ -1,4 +1,4 @@
-"""The end-of-document token, found by its usual names."""
+"""Finds a tokenizer's end-of-document token: the one that the user named, else one with a usual name."""
 
 from collections.abc import Callable
 from pathlib import Path

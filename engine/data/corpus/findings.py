@@ -1,4 +1,4 @@
-"""Findings of bad input: each kind has a name, each case a place, and none is dropped silently.
+"""Records bad input by kind and place, so that none is dropped silently.
 
     --on-bad stop    the first case is an error that names file and line (row in a parquet file)
     --on-bad skip    the case is left out; its kind is counted, and the first places for each kind are kept
@@ -56,7 +56,7 @@ class InputPlace:
         return f"{self.path}, {self.where}: {self.detail}" if self.where else f"{self.path} {self.detail}"
 
     def with_line(self) -> "InputPlace":
-        """Fill in the line number, from 1, if it is unknown; this reads the file up to the line."""
+        """Return the place with its line number, from 1; if only a byte offset is known, count lines in the file up to there."""
         if self.byte is None:
             return self
         number, left = 1, self.byte
@@ -84,7 +84,7 @@ Tally = dict[str, LeftOut]
 
 
 def add_up(total: Tally, more: Mapping[str, LeftOut]) -> None:
-    """Add the second tally to the first."""
+    """Add the cases in `more` to `total`, in place."""
     for kind, found in more.items():
         total[kind] = total.get(kind, LeftOut(0, ())) + found
 
@@ -106,7 +106,7 @@ class Findings:
         self.tally: Tally = {}
 
     def add(self, kind: BadInput, place: InputPlace, advice: str = "") -> None:
-        """Count a case.
+        """Count a case of bad input, or raise an error for it.
 
         Args:
             kind: kind of bad input.

@@ -58,7 +58,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def _prefixes_near(name: str) -> list[str]:
-    """List the existing corpora that a wrong name may mean: without its ending or trailing `/`, or inside the folder it names."""
+    """List existing corpora that a wrong name may mean: the name without its ending or `/`, and all in the folder `name`."""
     stem = re.sub(r"(\.bin|\.idx|\.json)?/*$", "", name)
     below = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx")) if Path(name).is_dir() else []
     return [each for each in (stem, *below) if each != name and bin_path(each).is_file() and idx_path(each).is_file()]

@@ -92,7 +92,7 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
 
 
 def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
-    """Find the spelling of a run's tokenizer `name` under which it is the tokenizer that a corpus records.
+    """Find the spelling of a run's tokenizer `name` that opens exactly the tokenizer in a corpus's record.
 
     `right_spelling` lists the spellings. They matter because a tokenizer.json and its folder give the same ids, but may end
     documents differently.

@@ -1,4 +1,4 @@
-"""Imports of optional packages that only some inputs need."""
+"""Imports optional packages that only some inputs need, and explains an import that fails."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Input files, the pieces they are cut into, and the documents in a piece."""
+"""Describes input files, the pieces that each file is cut into, and the documents in a piece."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The corpus record PREFIX.json: inputs, counts, and hashes that prove the corpus is complete."""
+"""Defines and reads a corpus's record PREFIX.json: inputs, counts, and hashes that prove the corpus is complete."""
 
 import hashlib
 import json

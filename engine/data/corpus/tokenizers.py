@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
     """Path to the tokenizer.json, which other libraries read; None if the tokenizer has another form."""
 
     def identity_with(self, eod_id: int) -> str:
-        """Compute this tokenizer's identity with another end-of-document id."""
+        """Compute the identity hash that this tokenizer would have with another end-of-document id."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -160,7 +160,7 @@ class JsonTokenizer:
 
 
 def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
-    """Add the tokens that a folder's tokenizer.json lacks and its tokenizer_config.json lists.
+    """Add to `tokenizer` the tokens that a folder's tokenizer_config.json lists and its tokenizer.json lacks.
 
     transformers does the same when it opens the folder (`added_tokens_decoder` in PreTrainedTokenizerFast).
 

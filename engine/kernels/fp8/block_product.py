@@ -1,4 +1,4 @@
-"""Products A B^T for matrices with block scales, by torch's scaled GEMM (torch 2.10 and later), on GPUs.
+"""Multiplies matrices with block scales, A B^T, by torch's scaled GEMM (torch 2.10 and later), on GPUs.
 
     block size              scales as torch's GEMM reads them                                      GPUs
     1 x 128                 fp32 [rows, columns / 128], dim 0 contiguous                           Hopper

@@ -1,4 +1,4 @@
-"""Products A B^T for quantised matrices, by the backend that `precision.fp8` names.
+"""Multiplies quantised matrices, A B^T, with the backend that `precision.fp8` names.
 
     torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums; block scales
                only on GPUs (`block_product.py`)
@@ -98,7 +98,7 @@ class Fp8:
         return quantise(x, into, block, has_powers=self.recipe.has_powers, largest=largest, fusion=self.fusion)
 
     def _in_rows(self, matrix: Quantised) -> Quantised:
-        """Copy a matrix to contiguous rows, unless it has them. X^T and dY^T, which are views of saved bytes, do not."""
+        """Return a matrix with contiguous rows; copy it if they are not, as in X^T and dY^T, which are views of saved bytes."""
         values = matrix.values
         if values.is_contiguous():
             return matrix
@@ -161,7 +161,7 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
 
 
 def _no_blocks(recipe: Recipe, device: torch.device) -> str:
-    """Explain why torch's GEMM cannot use the recipe's block scales on a device; "" if nothing speaks against them."""
+    """Explain why torch's GEMM cannot use the recipe's block scales on a device; "" if it can."""
     if not has_block_gemm():
         return f"torch {torch.__version__} has no GEMM with scales of blocks; 2.10 is the first"
     if device.type != "cuda":
@@ -208,7 +208,7 @@ def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _refusal(config: Fp8Config, backend: Fp8Backend, device: torch.device, reason: str) -> str:
-    """Word the config problem for a backend that does not run on the device."""
+    """Write the config error for a backend that does not run on the device."""
     return (
         f"precision.fp8 = {config.recipe} with backend {backend} does not run on {device.type} here ({reason}). Another "
         "precision would have other speed and other bits than what was asked for. precision.fp8=null trains in precision.dtype; "

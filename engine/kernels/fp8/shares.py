@@ -1,4 +1,4 @@
-"""Roles of a linear layer's FP8 operands."""
+"""Names the roles of a linear layer's FP8 operands: input, gradient, weight."""
 
 from typing import Literal, get_args
 

@@ -1,1 +1,1 @@
-"""Hangs: the ranks' heartbeats, the thread that watches them, and its report."""
+"""Detect a hang from the ranks' heartbeats, and report which rank causes it."""

@@ -63,11 +63,11 @@ class Beat:
         part: part of the training loop; "" before the first.
         position: the running action's number in the rank's schedule, from 1; 0 if no action runs.
         op, axis, purpose: labels of the call that the rank waits for; "" if it waits for no call.
-        peer: axis index of the other end in a send or receive; NO_PEER for a collective.
+        peer: index, on `axis`, of the rank that this rank sends to or receives from; NO_PEER for a collective.
         begun: number of steps that this process has begun.
         started: start time of this process, in milliseconds since the epoch; together with `pid` it identifies the process.
         building: 1 while the rank's loader builds an epoch's order, or waits for another process on its node to build it.
-        built: number of the order's pieces built so far. The loader's thread counts it, and another thread `beats`.
+        built: number of the order's pieces built so far. The loader's thread increments it, and another thread increments `beats`.
     """
 
     rank: int
@@ -196,7 +196,7 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
-        """Do nothing: a rank hangs in a wait, not in a post."""
+        """Do nothing: a rank hangs while it waits for a call, not when it posts one."""
 
     def wait_begins(self, posted: Event) -> None:
         """Record the call that the rank waits for."""
@@ -224,7 +224,7 @@ class Heartbeat(StepWatcher):
         """Do nothing: while the host reads, the device waits for a call that is already recorded."""
 
     def read_ends(self) -> None:
-        """Do nothing."""
+        """Do nothing, for the same reason as `read_begins`."""
 
     def read(self) -> Beat:
         """Read this rank's own beat, as another process would."""

@@ -75,7 +75,10 @@ class HangReport:
 
     @cached_property
     def culprits(self) -> list[int]:
-        """Ranks that do not answer; else ranks that others wait for and that wait for none; else ranks in an earlier part."""
+        """Likely causes: ranks that do not answer; if there are none, ranks that others wait for and that wait for none.
+
+        If there are none of these either, the ranks in the earliest step and part (`_behind`).
+        """
         waited_for = {target for targets in self._distinct_targets() for target in targets}
         silent = [each.rank for each in self._statuses if not each.answers]
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
@@ -158,11 +161,11 @@ class HangReport:
         return self._missing[call]
 
     def _distinct_targets(self) -> list[list[int]]:
-        """List the distinct lists of waited-for ranks, each once however many ranks share it."""
+        """List the ranks' lists of waited-for ranks; a list that all ranks in one call share appears only once."""
         return list({id(targets): targets for targets in self._targets}.values())
 
     def _is_in(self, rank: int, call: Beat) -> bool:
-        """Whether a rank answers and waits in the same call."""
+        """Whether a rank answers and waits in the same call as the beat `call`."""
         status = self._statuses[rank]
         beat = status.beat
         return (
@@ -208,7 +211,7 @@ class HangReport:
         return f"{self.name(rank)} waits for {ranks} in the {beat.op} over {beat.axis} ({beat.purpose}), {where}"
 
     def _in_call(self, rank: int) -> str:
-        """Describe the call that a rank is in with all its peers; "" if there is none."""
+        """Describe the call in which a rank waits although all its peers are in it too; "" if it waits in no call."""
         beat = self._statuses[rank].beat
         return (
             ""

@@ -105,8 +105,8 @@ class HangLimits:
 class StillLimit:
     """Limit on how long this rank may stand still. It grows with the rank's earlier pauses.
 
-    A run whose steps are longer than `runtime.hang_seconds` does not hang. The pauses in the first two steps count only in the
-    third step, because those steps may be slow for their own reasons.
+    So a run whose steps are longer than `runtime.hang_seconds` does not count as hanging. Pauses in the first two steps raise only
+    the third step's limit, because those two steps may be slow for their own reasons.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -278,7 +278,7 @@ class HangWatch:
         return True
 
     def _ranks(self, kind: str) -> list[int]:
-        """List the ranks that have a status of this kind, from file names alone, because all ranks look at the same time."""
+        """List the ranks with a status file of this kind; no file is opened, because all ranks look at the same time."""
         found = (_RANK_FILE.fullmatch(path.name) for path in self.folder.glob(f"rank_*.{kind}.json"))
         return [int(match["rank"]) for match in found if match is not None]
 

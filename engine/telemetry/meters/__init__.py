@@ -1,1 +1,1 @@
-"""Measurements of every step: one file each, and `table.py`, which lists them."""
+"""Meters, which measure a run's steps and add the numbers to the steps' records; `table.py` lists them."""

@@ -1,4 +1,4 @@
-"""The expert load meter.
+"""The meter that records how many tokens each expert gets.
 
     tokens per layer and expert, over the global batch   ->   printed line, metrics.jsonl and charts, report page
 
@@ -46,7 +46,7 @@ class LoadMeter(StepMeter):
         return cls(layers, engine.plan.num_steps, log_interval) if layers and engine.topology.rank == 0 else None
 
     def begin(self, steps_made: int) -> None:
-        """Forget the counts so far."""
+        """Drop the counts that no record holds yet: the run starts, or has returned to a checkpoint."""
         self._first_step, self._counts = None, []
 
     def has_counts(self, step: int) -> bool:

@@ -49,7 +49,7 @@ class Fp8Shares(StepMeter):
         return cls(counts, engine.topology.axis("world"), interval)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after `steps_made` steps; drop sums that were posted and not read."""
+        """Start measuring with `steps_made` steps complete; drop sums that were posted and not read."""
         self._step = steps_made
         self._counts.end()
         self._posted.clear()

@@ -67,7 +67,7 @@ class GroupNorms(StepMeter):
         return cls(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, interval)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after `steps_made` steps; drop sums that were posted and not read."""
+        """Start measuring with `steps_made` steps complete; drop sums that were posted and not read."""
         self._step, self._before = steps_made, None
         self._posted.clear()
 

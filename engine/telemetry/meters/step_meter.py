@@ -1,4 +1,4 @@
-"""The interface of a meter, which measures every step.
+"""The interface of meters, which measure a run's steps and add the numbers to the steps' records.
 
     begin            the run starts or returns to a checkpoint: posted numbers that were not read are dropped
     before_step      the forward is about to begin
@@ -27,7 +27,7 @@ class StepMeter:
         return cls()
 
     def begin(self, steps_made: int) -> None:
-        """Begin after `steps_made` steps."""
+        """Start measuring with `steps_made` steps complete, at a run's start or after a rollback."""
 
     def before_step(self) -> None:
         """Prepare for the step that is about to begin."""

@@ -21,5 +21,5 @@ METERS: Sequence[Callable[[Engine], StepMeter | None]] = (
 
 
 def open_meters(engine: Engine) -> list[StepMeter]:
-    """Build this rank's meters, then those of the run's extension; every rank calls it."""
+    """Build this rank's meters: the ones in `METERS`, then the ones that the run's extension adds. Every rank calls it."""
     return [meter for make in (*METERS, *engine.config.model.own.meters) if (meter := make(engine)) is not None]

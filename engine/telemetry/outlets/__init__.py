@@ -1,1 +1,1 @@
-"""Outlets of the telemetry: terminal, logs, wandb and TensorBoard."""
+"""Outlets, which write a run's records and messages to the terminal, logs, wandb and TensorBoard."""

@@ -167,7 +167,7 @@ def _other_end(found: OtherEnd) -> str:
 
 
 def _documents(start: Start) -> Iterator[tuple[str, str]]:
-    """Describe how much attention within documents saves and how much unequal lengths cost; name corpora without document ends."""
+    """Yield rows: FLOPs saved by attention within documents, cost of unequal document lengths, corpora without document ends."""
     documents, model = start.documents, start.config.model
     if documents is not None:
         share = attention_share(model, documents)
@@ -202,7 +202,7 @@ def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:
 
 
 def _activations(start: Start) -> Iterator[tuple[str, str]]:
-    """Describe the activation settings: recompute, gathered tensors kept for the backward, and offload."""
+    """Yield a row for each activation setting in use: recompute, gathered tensors kept for the backward, offload."""
     asked, offload = start.config.recompute, start.config.offload
     if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
@@ -261,7 +261,7 @@ class End:
 
 
 def show_end(report: Report, directory: RunDirectory, end: End) -> None:
-    """Show the summary: the last losses among the corpus entropies, some text, and where the results are."""
+    """Show the summary: the model's last losses beside simpler models' entropies, a sample of its text, and where results are."""
     rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
     if end.text is not None:
         rows += [("prompt", end.prompt.expandtabs(4)), ("output", end.text.expandtabs(4).rstrip())]

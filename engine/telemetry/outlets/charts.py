@@ -7,7 +7,7 @@ health/cp_imbalance  health/experts/dropped ...  each meter (`triaxis.engine.tel
 
 A chart that could only be flat is left out: shares for axes with size 1, and counted tokens if every step counts all its tokens.
 metrics.jsonl has every number. `telemetry.names: megatron` gives Megatron-LM's names to charts that Megatron-LM logs too
-(`megatron/training/training.py`, `training_log`), so that such a project's panels keep working.
+(`megatron/training/training.py`, `training_log`), so that panels made for Megatron-LM runs keep working.
 """
 
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ class Charts:
         return self._names.get(ours, ours)
 
     def of(self, metrics: StepMetrics) -> dict[str, float]:
-        """Compute a step's points by chart; unknown values (no peak, no validation) are left out."""
+        """Compute a step's value in each chart, by logged name; charts without a value (no peak, no validation) are left out."""
         values: dict[str, float | None] = {name: getattr(metrics, field) for name, field in _NAMES.items()}
         if metrics.loss_tokens != self._tokens_per_step:
             values["learning/counted_tokens"] = metrics.loss_tokens

@@ -91,7 +91,7 @@ class Telemetry:
     def step(self, metrics: StepMetrics) -> None:
         """Record a finished step. The report shows it at once; the sinks get it at the next `flush`.
 
-        If a validation follows the step, its loss is added to the record before that.
+        If a validation follows the step, `validation` adds its loss to the record before the sinks get it.
         """
         self.flush()
         self._pending = metrics

@@ -26,7 +26,7 @@ class CheckpointNotices:
 
     Attributes:
         stall_seconds: time for which starting the newest save stopped training.
-        waited_seconds: time for which training waited for the previous save to end, before that.
+        waited_seconds: time for which training waited for the previous save to end before the newest one started.
     """
 
     telemetry: Telemetry
@@ -77,7 +77,7 @@ class CheckpointNotices:
 
 @dataclass(frozen=True, slots=True)
 class TroubleNotices:
-    """Events and lines about trouble."""
+    """Events and lines about trouble that the guard or a rollback reports, such as a loss that is not finite."""
 
     telemetry: Telemetry
 

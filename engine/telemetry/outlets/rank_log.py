@@ -60,8 +60,8 @@ class RankStreams:
 
     Attributes:
         log: log file, written line by line.
-        terminal: what standard output was before; None on ranks that are not shown.
-        changes: function that returns the changes in both outputs since its last call.
+        terminal: stream to where standard output went before; None on ranks that are not shown.
+        changes: function that returns the changes of the terminal and the log since its last call.
     """
 
     log: TextIO
@@ -122,7 +122,7 @@ class _Relay:
 
     Args:
         log: the log file's descriptor.
-        terminal: descriptor of what standard output was before.
+        terminal: descriptor to which standard output was written before.
         path: absolute path of the log file.
 
     Attributes:
@@ -170,7 +170,7 @@ class _Relay:
         return True
 
     def changes(self) -> Sequence[OutputChange]:
-        """Return the outputs' changes since the last call, and once that the relay has ended."""
+        """Return the outputs' changes since the last call; if the relay has ended, the terminal is reported as dropped, once."""
         with suppress(BlockingIOError):
             while more := os.read(self._changes, 1 << 16):
                 self._unread += more

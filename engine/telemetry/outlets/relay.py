@@ -130,7 +130,7 @@ class RelayQueue:
             self._last = chunk[-1:]
 
     def _next_chunk(self) -> bytes:
-        """Wait for the next bytes to write: from the queue, or a report of lost lines. Empty at the end, or if dropped."""
+        """Wait for queued bytes or a report of lost lines; return b"" when the outlet is dropped, or finished with none left."""
         with self._changed:
             while not self._is_dropped:
                 if self._queue:
@@ -198,7 +198,7 @@ class Lines:
         return given
 
     def late(self) -> bytes:
-        """Take the beginning of a line that has waited for its end for `WHOLE_LINE_SECONDS`; nothing if there is none."""
+        """Remove and return an unfinished line to which nothing was added for `WHOLE_LINE_SECONDS`; b"" if there is none."""
         if not self._begun or self._clock() - self._since_seconds < WHOLE_LINE_SECONDS:
             return b""
         given, self._begun = self._begun, b""

@@ -1,1 +1,1 @@
-"""Telemetry records: step metrics, events, and their files."""
+"""What telemetry records of a run: metrics of each step and events, with the files that hold them."""

@@ -1,4 +1,4 @@
-"""Ratios that describe the expert load in a layer.
+"""Two ratios that tell how evenly a layer's tokens are spread over its experts.
 
 A layer has E experts, and each token uses k of them:
 

@@ -61,7 +61,7 @@ def model_flops_per_token(
 
 
 def convention(model: ModelConfig, documents: DocumentStatistics | None = None) -> str:
-    """Format the formula for `model_flops_per_token`. If windows or documents shorten attention, add the share that is left."""
+    """Format the formula for `model_flops_per_token`, and the share of causal attention that windows or documents leave."""
     seen, whole = sum(core_flops_forward(model, documents)), sum(core_flops_forward(model, None, causal=False)) // 2
     # A score multiplies one query's elements; the weighted sum multiplies one value's.
     sizes = "head size" if model.value_size == model.head_size else "mean size of queries and values"
@@ -131,7 +131,7 @@ class LayerFlops(NamedTuple):
     Attributes:
         gemms: forward FLOPs in the linear layers. Input gradients need as many again, and so do weight gradients.
         attention: forward FLOPs for scores and weighted sum. Their input gradients need twice as many; there are no weights.
-        again: FLOPs that recompute repeats.
+        again: forward FLOPs that are repeated by recompute.
     """
 
     gemms: int

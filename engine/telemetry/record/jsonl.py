@@ -70,7 +70,7 @@ class JsonLines:
             self._write_waiting()
 
     def retry(self) -> None:
-        """Write the waiting objects, as far as there is room."""
+        """Write as many of the waiting objects as the disk has room for."""
         with self._lock:
             self._write_waiting()
 

@@ -107,7 +107,7 @@ def num_active(model: ModelConfig) -> int:
 
 
 def module_of(name: str) -> str:
-    """Find a parameter's row in the table, from its global name."""
+    """Find the module in `MODULES` that counts a parameter, from the parameter's global name; norms are a module of their own."""
     parts = name.split(".")
     if any(part == "norm" or part.endswith("_norm") for part in parts):
         return "norms"

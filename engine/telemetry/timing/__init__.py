@@ -1,1 +1,1 @@
-"""Step times: marks, their sums over ranks, and the timeline."""
+"""Measures where step time goes on each rank, averages it over the ranks, and draws the timeline."""

@@ -26,7 +26,7 @@ NUM_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What this rank's clock showed at the ranks' common zero, and the largest possible error of that reading."""
+    """This rank's clock reading at the moment that all ranks use as time zero, and the reading's largest possible error."""
 
     origin_seconds: float
     error_seconds: float

@@ -1,4 +1,4 @@
-"""The clocks that mark a step: the host's, and a CUDA stream's.
+"""The clocks that time a rank's activities in a step: the host's clock, and CUDA events on a stream.
 
     CPU    `Pending.wait` stops the host, so the host's clock shows what each wait costs
     GPU    `Pending.wait` stops the stream, and the host runs ahead. So an event is recorded on the current stream before and after

@@ -44,7 +44,7 @@ class Clock(Protocol):
     def samples(self) -> bool: ...
 
     def mark(self) -> Any:
-        """Mark this moment in the order of this rank's work."""
+        """Return a mark between the work that this rank has posted so far and the work that it posts next."""
 
     def elapsed(self, marks: Sequence[Any]) -> list[float]:
         """Measure the seconds from the first mark to each one; the host must have read the step's numbers before."""
@@ -54,7 +54,7 @@ class Clock(Protocol):
 
 
 class CallMarks(NamedTuple):
-    """Marks of a call that may be hidden: `posted` when the call was posted, and one in `over` per handle when it was over."""
+    """Marks of a call that may be hidden: `posted` marks its post, and each mark in `over` the end of one of its handles."""
 
     posted: Any
     over: list[Any]
@@ -103,7 +103,7 @@ class TimeMarks:
         self._ended: deque[MarkedStep] = deque()
 
     def begin(self, steps_made: int, *, is_marked: bool) -> None:
-        """Begin after `steps_made` steps, at a run's start or after a rollback; drop marks that were not taken."""
+        """Start marking with `steps_made` steps complete, at a run's start or after a rollback; drop marks that were not taken."""
         self._ended.clear()
         self._part, self._instruction = StepPart.OTHER, None
         self._start(steps_made + 1, is_marked)
@@ -119,7 +119,7 @@ class TimeMarks:
         self._switch(None)
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
-        """Mark the post of a context-parallel call in a forward or backward, and the end of each of its handles."""
+        """Mark when a context-parallel call of a forward or backward is posted, and when each of its handles completes."""
         running = self._running
         if running is None or posted.axis != "cp" or self._part is not StepPart.FORWARD_BACKWARD:
             return
@@ -155,7 +155,7 @@ class TimeMarks:
         self._start(self._step + 1, next_is_marked, mark)
 
     def take(self, step: int) -> MarkedStep | None:
-        """Take the marks of step `step` (from 1), once; None if it was not marked. Marks of earlier steps are dropped."""
+        """Remove and return the marks of step `step` (from 1); None if it was not marked. Marks of earlier steps are dropped."""
         while self._ended and self._ended[0].step <= step:
             ended = self._ended.popleft()
             if ended.step == step:

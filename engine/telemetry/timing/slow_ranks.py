@@ -19,7 +19,7 @@ IN_A_ROW = 3
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """A rank that was slow in `IN_A_ROW` reports.
+    """A rank that was slow in `IN_A_ROW` successive reports.
 
     Attributes:
         rank, host: the slow rank and its host.

@@ -79,7 +79,7 @@ class StepTimes(StepWatcher):
             self._attribution = Attribution(schedule, places)
 
     def begin(self, steps_made: int) -> None:
-        """Begin to measure after `steps_made` steps; after a rollback, drop the measurement under way."""
+        """Start measuring with `steps_made` steps complete; after a rollback, drop the measurement under way."""
         self._collect()
         self._tally = StepTally()
         self._step = steps_made
@@ -89,7 +89,7 @@ class StepTimes(StepWatcher):
         self._marks.begin(steps_made, is_marked=self._is_marked(steps_made + 1))
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part."""
+        """Mark that the loop enters `part`."""
         self._marks.enter(part)
 
     def end_step(self) -> None:

@@ -138,7 +138,7 @@ class PipelineStep:
     durations: list[float] = field(default_factory=list)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List `STEP_NUMBERS`, then `waits` and `durations`, each padded to `num_actions`; `begin`, `through` count from `met`."""
+        """List `STEP_NUMBERS` (`begin` and `through` less `met`), then `waits`, then `durations`, each padded to `num_actions`."""
         assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
         none = [0.0] * (num_actions - len(self.waits))
         moments = [self.begin - self.met, self.through - self.met]
@@ -212,7 +212,7 @@ class StepTally:
     def numbers(self, num_actions: int) -> list[float]:
         """List the mean seconds per step by span and the median compute seconds, then `PipelineStep.numbers` of each step.
 
-        Those are padded to `num_actions` actions, or left out if it is 0, so that the list is equally long on every rank.
+        The numbers of each step are padded to `num_actions` actions (left out if 0), so that all ranks' lists are equally long.
         """
         spans = [self._seconds[span] / len(self.steps) for span in SPANS]
         steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
@@ -228,7 +228,8 @@ class TimeSplit:
         ranks: seconds by part, one mapping per rank, which adds up to the rank's step time.
         schedule_bubbles: each rank's idle seconds if every action had its stage's mean duration.
         usual_compute: each rank's compute seconds in its median step, which a single delayed step does not change.
-        hidden_cp: each rank's seconds of hidden context-parallel calls; None without context parallelism.
+        hidden_cp: each rank's seconds in which a context-parallel call ran and the rank waited for none; None without context
+            parallelism.
     """
 
     first_step: int

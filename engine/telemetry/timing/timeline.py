@@ -1,4 +1,4 @@
-"""The timeline: some steps on all ranks on one time axis, for ui.perfetto.dev or chrome://tracing.
+"""The timeline, which shows some steps of all ranks on one time axis in ui.perfetto.dev or chrome://tracing.
 
     rank 0   | step 12                                                            |
              | data | forward_backward                       | optimizer | other  |
@@ -35,7 +35,7 @@ _MOST_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class RowIdentity:
-    """Identity of a timeline row.
+    """What a rank writes into its timeline file to tell its row from the other ranks' rows.
 
     Attributes:
         rank: the row's rank, by which rows are ordered.
@@ -64,7 +64,7 @@ class Timeline:
         self._events: list[dict[str, Any]] = []
 
     def set_clock(self, origin_seconds: float, error_seconds: float) -> None:
-        """Set what this rank's clock showed at the ranks' common zero, and the largest possible error of that reading."""
+        """Set this rank's clock reading at the moment that all ranks use as time zero, and the reading's largest possible error."""
         self._origin_seconds, self._error_seconds = origin_seconds, error_seconds
 
     def add(self, step: int, activities: Sequence[Activity], clock_seconds: Sequence[float]) -> None:

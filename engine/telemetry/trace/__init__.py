@@ -1,1 +1,1 @@
-"""Traces for other tools: torch's profiler and NVTX."""
+"""Traces of a run's steps: a torch profiler file, and NVTX ranges that Nsight Systems shows."""

@@ -1,1 +1,1 @@
-"""Races between streams, found on the CPU."""
+"""Find races between streams, on the CPU."""

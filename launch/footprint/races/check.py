@@ -1,4 +1,4 @@
-"""Steps of one rank in any layout on the CPU, in a fake world, with every stream of a GPU run watched for races.
+"""Run steps of one rank in any layout on the CPU, in a fake world, and watch every stream of a GPU run for races.
 
 A rank runs these in turn:
 
@@ -65,7 +65,7 @@ class CheckedRank:
 
 
 def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedRank:
-    """Run two steps on one rank and find its races.
+    """Run two training steps, a save and a validation on one rank, and find their races.
 
     Args:
         config: the run's configuration, small enough for this machine; `parallel.dp` is set.
@@ -112,7 +112,7 @@ def _staging(watch: RaceWatch) -> Callable[[str, Ledger], Carrier]:
 
 
 def representative_ranks(grid: RankGrid) -> list[int]:
-    """Return the first and last tp, cp and dp ranks on the first, middle and last pipeline ranks, in order."""
+    """Return sorted ranks: for pp first, middle and last, the rank with tp, cp and dp index 0, and the one with the largest."""
     sizes = grid.sizes
     ends = ({"tp": 0, "cp": 0, "dp": 0}, {"tp": sizes.tp - 1, "cp": sizes.cp - 1, "dp": sizes.dp - 1})
     return sorted({grid.rank(pp=pp, **end) for pp in (0, sizes.pp // 2, sizes.pp - 1) for end in ends})

@@ -1,4 +1,4 @@
-"""Vector clocks for streams, and the last uses of each byte of memory.
+"""Order operators by the vector clocks of their streams, and keep the last uses of each byte of memory.
 
 The host posts operators on streams and goes on. Two operators on one stream are ordered. So are two operators
 if a chain of events and waits leads from the first one's end to the second one's start. Unordered operators may run at the same

@@ -1,4 +1,4 @@
-"""Race reports: both operators with their program lines, the rule, and the remedy."""
+"""Describe a race: both operators with their program lines, the rule, and the remedy."""
 
 import sys
 from dataclasses import dataclass

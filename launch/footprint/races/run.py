@@ -1,4 +1,4 @@
-"""The race check for a configuration: the size that runs on this machine, the ranks to check, and the report."""
+"""Check a configuration for races: choose a size that runs on this machine and the ranks, and print a report."""
 
 from dataclasses import asdict
 

@@ -111,7 +111,7 @@ class WatchedCuda:
 
 @dataclass(frozen=True, slots=True)
 class _WatchedStream:
-    """A `torch.cuda.Stream`; `of` is its stream in the clocks."""
+    """A stand-in for `torch.cuda.Stream`; `of` is the corresponding stream in the clocks."""
 
     watch: RaceWatch
     of: Stream
@@ -129,7 +129,7 @@ class _WatchedStream:
 
 
 class _WatchedEvent:
-    """A `torch.cuda.Event`. An event that was not recorded blocks no stream, as in CUDA."""
+    """A stand-in for `torch.cuda.Event`. An event that was not recorded blocks no stream, as in CUDA."""
 
     def __init__(self, watch: RaceWatch) -> None:
         self._watch = watch

@@ -1,4 +1,4 @@
-"""Races between streams and memory that is freed too early, found while the engine's own code runs on the CPU.
+"""Find races between streams, and memory that is freed too early, while the engine's own code runs on the CPU.
 
 On a GPU operators run on streams: the computation, one communicator per process group, copies to host memory and back. On the CPU
 each operator ends before the next begins, so nothing goes wrong there. `RaceWatch` sees every operator, and stand-ins for the

@@ -1,1 +1,1 @@
-"""A launcher's or rank's process, from its first second to its exit code."""
+"""Manage a launcher's or rank's own process: its streams, signals, error messages and exit code."""

@@ -1,4 +1,4 @@
-"""Errors caused by a process's environment: modules on PYTHONPATH that hide others, too little memory."""
+"""Recognise errors that a process's environment causes: modules on PYTHONPATH that hide others, or too little memory."""
 
 import errno
 import os

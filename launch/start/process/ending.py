@@ -1,8 +1,8 @@
-"""The end of a rank's process: it flushes its output and leaves with its own exit code, within seconds.
+"""End a rank's process within seconds: flush its output and exit with its own exit code.
 
     run_rank      runs any worker's `main`, prints its error, and ends the process with its exit code
     WayOut        bounds the time to close everything after a failure: GRACE_SECONDS in all
-    end           flushes and leaves
+    end           flushes the output and exits
 
 No rank runs the interpreter's teardown. It joins threads and destroys process groups, and both may hang after a failure.
 Destroying an NCCL communicator waits for every posted send and receive, even if the peer is gone. Teardown also runs the

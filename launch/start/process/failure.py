@@ -1,4 +1,4 @@
-"""The rank that ended a run, and the last lines of its log.
+"""Find the rank whose failure ended a run, and describe it with the last lines of its log.
 
 When one rank dies, torchrun ends the others, and its communication peers fail by themselves a moment later. The
 first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.
@@ -43,11 +43,11 @@ class ExplainedError(Exception):
 
 
 def where(device_index: int | None, pid: int | None = None) -> str:
-    """Format the host, process and GPU of a rank on this node: `node1, pid 4711, GPU 3`.
+    """Describe where a rank on this node runs: `node1, pid 4711, GPU 3`.
 
     Args:
-        device_index: index of its GPU; None: it has none.
-        pid: its process ID; None: this process.
+        device_index: index of the rank's GPU; None: no GPU.
+        pid: the rank's process ID; None: this process.
     """
     gpu = "" if device_index is None else f", GPU {device_index}"
     return f"{socket.gethostname()}, pid {os.getpid() if pid is None else pid}{gpu}"
@@ -103,7 +103,7 @@ def last_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
 
 
 def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> RankFailure:
-    """Choose the failure that is the first cause.
+    """Choose the failure that caused the others: not ended by torchrun, then seen first, then with the log that stopped first.
 
     Args:
         failures: every rank that did not end with 0; at least one.

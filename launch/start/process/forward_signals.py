@@ -77,7 +77,7 @@ class ForwardedSignals:
 
     @contextmanager
     def _instead_of_torchruns(self, words: argparse.Namespace) -> Iterator[None]:
-        """Keep torchrun from handling our signals.
+        """Keep torchrun, inside the block, from handling the signals that we forward.
 
         From torch 2.10 on, an argument does this; in torch 2.9, its only handler is replaced by one that passes on the others.
         """

@@ -1,4 +1,4 @@
-"""Start-up of a process that a person or a launcher starts: its words, standard streams and first seconds.
+"""Check the arguments and standard streams of a process that a person or a launcher has just started.
 
 closed descriptors   opened on /dev/null, so that no file of the run takes their number
 secrets              redacted in everything that Python prints

@@ -1,4 +1,4 @@
-"""Standard output and error for a launcher or rank whose terminal may end before the run does.
+"""Let a launcher or rank outlive its terminal: a print that cannot be written neither fails nor blocks for long.
 
     triaxis train config.yaml | head    the banner fills head; the run goes on, and its later output is lost
     triaxis train config.yaml > file    the file's disk is full for a while; lost lines are counted in the file

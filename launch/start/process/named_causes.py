@@ -1,4 +1,4 @@
-"""Causes of failures that libraries report in their own words, and the remedies.
+"""Recognise known causes of a failure in the libraries' own error texts, and name the remedies.
 
 torch's error includes NCCL's last warning; with NCCL_DEBUG=WARN the warning is also in the log by itself.
 """

@@ -1,4 +1,4 @@
-"""Signals that a thread sees at once, regardless of the call that the main thread is in."""
+"""Notice signals at once in a separate thread, even while the main thread is inside a long call."""
 
 import signal
 import socket

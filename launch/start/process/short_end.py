@@ -1,4 +1,4 @@
-"""A shorter delay between SIGTERM and SIGKILL for ranks that torchrun ends because another one has failed.
+"""Shorten the delay between SIGTERM and SIGKILL for ranks that torchrun ends because another rank has failed.
 
 torchrun gives them 30 seconds: it calls `PContext.close()` with the default timeout. torchrun's option --shutdown-timeout applies
 to signals only. `PContext` is torchrun's class for its processes, and `close` is public.
@@ -15,7 +15,7 @@ TORCHRUN_SECONDS = 30
 
 @contextmanager
 def short_end(seconds: int) -> Iterator[None]:
-    """Inside the block, send SIGKILL to ranks that have not ended `seconds` after SIGTERM."""
+    """Inside the block, let torchrun kill a rank that is still running `seconds` after SIGTERM."""
     close = PContext.close
 
     def close_soon(self: PContext, death_sig: Signals | None = None, timeout: int = TORCHRUN_SECONDS) -> None:

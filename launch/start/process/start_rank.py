@@ -1,4 +1,4 @@
-"""The first seconds of a rank that torchrun starts: its worker takes seconds to import, and Ctrl-C may come first.
+"""Import and run a worker as one rank under torchrun; the import takes seconds, and Ctrl-C may come before it is done.
 
     python -m triaxis.launch.start.process.start_rank triaxis.launch.pretrain_gpt config.yaml train.steps=20
 

@@ -1,1 +1,1 @@
-"""Other libraries' models: training steps in Megatron-Core and transformers, for `launch/verify` to compare."""
+"""Run training steps of other libraries' models, for `launch/verify` to compare with ours: Megatron-Core and transformers."""

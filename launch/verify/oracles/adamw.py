@@ -1,4 +1,4 @@
-"""The part that oracles with torch's AdamW share: weights by name, clipping and the update."""
+"""A base class for oracles with torch's AdamW: it holds weights by name, clips gradients and updates."""
 
 from collections.abc import Mapping, Sequence
 

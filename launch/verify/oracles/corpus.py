@@ -1,4 +1,4 @@
-"""A small corpus for a comparison with an oracle, and the oracle's own reader for it.
+"""Write a small corpus for a comparison with an oracle, and read it with the oracle's own code.
 
     PREFIX.bin, PREFIX.idx  --`rows_of_steps`-->  tokens, labels, masks, counts of every microbatch of one process
 
@@ -57,7 +57,7 @@ class OracleBatch:
 
 
 def with_corpus(config: Config, folder: Path) -> Config:
-    """Point the configuration at the corpus and the tokenizer in `folder`; all documents are for training.
+    """Return a configuration that reads the corpus and the tokenizer in `folder`, all documents for training.
 
     The settings about documents (attention, positions, counted starts) stay as they are.
     """

@@ -1,4 +1,4 @@
-"""A transformers model with torch's AdamW, as an oracle."""
+"""Run a transformers model with torch's AdamW as an oracle."""
 
 from unittest.mock import patch
 

@@ -1,4 +1,4 @@
-"""Other libraries' code, in float64 throughout.
+"""Run other libraries' code in float64 throughout, even where it asks for fp32.
 
 Their models ask for fp32 where bf16 would lose bits: in norms, RoPE angles, softmax, loss and gradient norm. A float64 run would
 lose bits there, and an error of 1e-7 could hide a bug. So each request for fp32 becomes a request for float64.

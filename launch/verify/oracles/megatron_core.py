@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel in its data-parallel wrapper, with its distributed optimizer and its scheduler, as an oracle."""
+"""Run Megatron-Core's GPTModel as an oracle, with Megatron-Core's data-parallel wrapper, distributed optimizer and scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Megatron-Core 0.16 on a CPU, in its own process: CUDA calls that do not affect the results are replaced.
+"""Run Megatron-Core 0.16 on a CPU, in its own process: CUDA calls that do not affect the results are replaced.
 
 Megatron-Core calls CUDA's allocator and streams by name and checks for CUDA tensor types, but a GPU would compute the same. The
 patches stay in place, and Megatron-Core's process groups are globals. So a process that has called `on_cpu` can do nothing else.

@@ -1,4 +1,4 @@
-"""The interface of an oracle: losses, gradients and updates under its own names, and the pairing with our parameters."""
+"""Define the interface of an oracle: losses, gradients and updates under its own names, and the pairing with our parameters."""
 
 from collections.abc import Sequence
 from typing import Protocol

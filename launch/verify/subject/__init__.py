@@ -1,1 +1,1 @@
-"""`triaxis verify --subject`: another engine takes our engine's place."""
+"""`triaxis verify --subject`: verify the layouts of another engine instead of ours."""

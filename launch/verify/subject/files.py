@@ -1,6 +1,6 @@
-"""The files exchanged with an adapter, the script that runs another engine for `triaxis verify --subject`.
+"""Write the inputs of an adapter, the script that runs another engine for `triaxis verify --subject`, and compare its reports.
 
-We write its inputs; its ranks write reports.
+Each rank of the adapter writes one report.
 """
 
 import json
@@ -124,7 +124,7 @@ class Reference:
     ) -> tuple[RankReport, ...]:
         """Compare the reports in `folder`, left by a layout's ranks, with the reference.
 
-        If several ranks report a tensor, the sums of each are divided by their number.
+        If several ranks report the same tensor, each report's sums are divided by the number of these ranks.
 
         Raises:
             ReportError: a rank has not closed its job, or reports another rank's place; or a tensor's name or shape is not the

@@ -1,4 +1,4 @@
-"""`triaxis verify --subject`: another engine's layouts compared with its own run in one process.
+"""`triaxis verify --subject`: compare another engine's layouts with the same engine's run in one process.
 
     our config  ->  a small model, its weights and batches  ->  ADAPTER.py in one process  ->  the reference
                                                                 ADAPTER.py in a layout      ->  the tensors of each rank, compared

@@ -1,1 +1,1 @@
-"""Whether a run equals its reference, and the likely cause if not, from the differences between their tensors."""
+"""Decide whether a run equals its reference, and find the likely cause if not, from the differences between their tensors."""

@@ -1,4 +1,4 @@
-"""The largest error that rounding can explain.
+"""Compute the largest error that rounding can explain.
 
 In float64 the bound is a constant, far above any rounding error and far below any bug's. In a narrower dtype it is measured. One
 process runs in that dtype (the reference), and once more in the next wider one, from the same rounded weights. A tensor's relative

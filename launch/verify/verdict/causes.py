@@ -1,4 +1,4 @@
-"""The description of a difference, and the axis that it comes from, if measurements name one.
+"""Describe a difference, and find the axis that causes it, if measurements name one.
 
 These measurements can name an axis, in this order:
 
@@ -126,7 +126,7 @@ def _from_ranks(evidence: Evidence, differing: Sequence[Difference]) -> str | No
 
 
 def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
-    """Return tp or pp if ranks that differ only on that axis read different samples; otherwise dp, if it has several ranks."""
+    """Return tp or pp if ranks whose coordinates differ only there read different samples; else dp, if it has several ranks."""
     for axis in AXES[:2]:
         for ranks in _along(evidence, axis):
             if len({rank.samples[step] for rank in ranks}) > 1:
@@ -166,7 +166,7 @@ def are_partial_sums(evidence: Evidence, differing: Sequence[Difference], axis: 
 
 
 def _along(evidence: Evidence, axis: str) -> list[list[RankReport]]:
-    """Group the ranks that differ on this axis alone."""
+    """Group the ranks whose coordinates differ on this axis alone."""
     groups: dict[tuple[int, ...], list[RankReport]] = {}
     for rank in evidence.ranks:
         groups.setdefault(tuple(at for name, at in rank.place(axis).items() if name != axis), []).append(rank)

@@ -1,4 +1,4 @@
-"""Distance between two tensors, as sums that can be added over the parts that ranks hold."""
+"""Measure the distance between two tensors, by sums that can be added over the parts that ranks hold."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Reports from ranks and sub-layouts, and the record of a difference."""
+"""Collect the reports from ranks and sub-layouts, and define the record of a difference."""
 
 import math
 from collections.abc import Mapping
@@ -97,7 +97,7 @@ class Evidence:
 
     @cached_property
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """Every tensor, added up over all ranks, in forward order, by step and kind."""
+        """Deviation of each tensor by (step, kind), then by name in forward order; the ranks' parts are added up."""
         return self._tensors(self.ranks)
 
     def kinds(self, step: int) -> list[TensorKind]:
@@ -107,7 +107,7 @@ class Evidence:
 
     @cached_property
     def sites(self) -> dict[str, Deviation]:
-        """Outputs of the first forward, added up over all ranks, along the model."""
+        """Deviation of each module's output in the first forward, by site in model order; the ranks' parts are added up."""
         return _sites(self.ranks)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The verdict on the ranks' reports: equal, or the first difference and its place.
+"""Judge the ranks' reports: equal, or the first difference and its place.
 
 The search follows the order of a step: samples, weights at the start, outputs and expert choices along the model, loss, gradients,
 gradient norm, masters and moments, parameters for the next forward. Later differences follow from earlier ones.
@@ -159,7 +159,7 @@ OTHER_CONTENTS = "other tokens, labels, mask, positions or documents"
 
 
 def _samples(evidence: Evidence, step: int) -> Iterator[Difference]:
-    """Compare how often each sample of the step is read, among dp ranks with the same place on the other axes."""
+    """For each dp group, compare how often its ranks read each sample of the step with how often the reference does."""
     if not evidence.samples:
         return
     wanted = Counter(evidence.samples[step])

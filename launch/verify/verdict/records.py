@@ -1,4 +1,4 @@
-"""The report that a verification's rank writes, as JSON between processes.
+"""Define the report that each rank of a verification writes, as JSON between processes.
 
 The reference (one process) writes whole tensors. Each rank of the layout compares its own parts with them and reports sums. No
 rank holds another rank's tensors, so the layout may be as large as the machine allows.
@@ -113,7 +113,7 @@ class RankReport:
     routings: tuple[RoutingReport, ...] = ()
 
     def place(self, axis: str) -> dict[str, int]:
-        """Coordinates that include `axis`: the mesh's own, or the expert axes together with the stage."""
+        """The set of coordinates that includes `axis`: `coordinates` itself, or `experts` together with the pp index."""
         if axis in self.coordinates:
             return self.coordinates
         return {"pp": self.coordinates["pp"], **self.experts}
@@ -150,7 +150,7 @@ class ParameterFacts:
 
     Attributes:
         replicas: axis over which other ranks hold the same values; None: there is none, or it is unknown.
-        sum_over: axis over which its gradients are summed besides the data-parallel sum; None: likewise.
+        sum_over: axis over which its gradients are summed besides the data-parallel sum; None: there is none, or it is unknown.
         decay: whether weight decay applies.
         tied_ends: whether it is on the first and the last stage (the tied embedding).
         stage: index of the first stage that has it.

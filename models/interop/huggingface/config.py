@@ -249,7 +249,7 @@ def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str
 
 
 def text_keys(keys: Keys) -> Keys:
-    """Return the language model's keys: `text_config` and the OF_BOTH keys beside it; or all keys if there is no `text_config`."""
+    """Return the language model's keys: those in `text_config`, plus the OF_BOTH keys outside it; all keys if it is absent."""
     text = keys.get("text_config")
     if not isinstance(text, Mapping):
         return keys
@@ -425,7 +425,7 @@ def _attention_scale(model: ModelConfig) -> float:
 
 
 def _differences(model: ModelConfig, name: str) -> Iterator[str]:
-    """Yield a phrase for each model feature that a family cannot express."""
+    """Yield a phrase for each model feature that the family `name` cannot express."""
     family = FAMILIES[name]
     for ours, value in family.fixed.items():
         if getattr(model, ours) != value:

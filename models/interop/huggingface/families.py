@@ -1,4 +1,4 @@
-"""Supported Hugging Face model families, one record each.
+"""Describe each supported Hugging Face model family in a record.
 
 No function in this package mentions a family by name: differences between families are data, kept here.
 
@@ -76,7 +76,7 @@ def _llama_like(
     without: Names = (),
     **others: Any,
 ) -> Family:
-    """Build a family from Llama's keys and names, its own additions, and `without`, the names of Llama's keys that it lacks."""
+    """Build a family with Llama's keys and values, except the keys in `without`; other arguments add to these or replace some."""
 
     def kept(table: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in table.items() if key not in without}
@@ -189,7 +189,7 @@ def _deepseek(architecture: str, naming: Naming, experts: ExpertKeys, off: Mappi
 def _deepseek_experts(
     groups: tuple[int | None, int | None], sizes: tuple[int, int | None, int, int], scaling: float, **others: Any
 ) -> ExpertKeys:
-    """Build DeepSeek's expert keys, which have the same names in all versions but other defaults.
+    """Build DeepSeek's expert keys, whose names are the same in every version, and whose defaults are not.
 
     Args:
         groups: default number of expert groups, and default number of groups from which a token may choose.

@@ -1,4 +1,4 @@
-"""Records that describe a Hugging Face model family: its config.json keys and tensor names.
+"""Define the records that describe a Hugging Face model family: its config.json keys and tensor names.
 
 The families themselves are in `families.py`.
 """

@@ -59,7 +59,7 @@ class TensorPlan:
 
 
 class WeightFiles:
-    """The safetensors files in a folder, as one mapping by name. Opening reads only the files' headers; `read` maps from disk.
+    """All tensors in a folder's safetensors files. Opening reads only the files' headers; `read` memory-maps one tensor.
 
     Attributes:
         tensors: shape and dtype of each tensor, by its name.

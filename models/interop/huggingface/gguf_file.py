@@ -73,10 +73,10 @@ _AS_STORED = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 class GgufFile:
-    """The tensors in a GGUF file under their family's names; `read` maps them from disk.
+    """The tensors in a GGUF file, under their family's names; `read` loads one.
 
     Attributes:
-        folder: path of the file (named as in `WeightFiles`).
+        folder: path of the file; called `folder` because `WeightFiles` has this attribute too.
         keys: the equivalent config.json keys.
         tensors: shape and dtype of each tensor as `read` returns it, by name; a tensor that the family lacks keeps its GGUF name.
         notes: which quantizations were expanded, as text for the user.

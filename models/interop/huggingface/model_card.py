@@ -1,4 +1,4 @@
-"""README.md for an exported folder: a model card built from the checkpoint's and the run's records.
+"""Build an exported folder's README.md, a model card, from the records of the checkpoint and the run.
 
 The card names no license and no author, since no record has them. It contains no local paths.
 """

@@ -1,6 +1,7 @@
-"""Tensor names in Hugging Face models, by family.
+"""List the tensor names in Hugging Face models, by family.
 
-Each row has names of our tensors, and their names for the same numbers (`Table` in `family.py`). `families.py` lists the sources.
+Each table row pairs names of our tensors with names of theirs that hold the same numbers (`Table` in `family.py`).
+`families.py` lists the sources.
 """
 
 import re
@@ -70,7 +71,8 @@ _DEEPSEEK_QKV: Table = (
 def with_experts(naming: Naming, block: str = "mlp", parts: Names = ("gate_proj", "up_proj", "down_proj")) -> Naming:
     """Add the names of experts and routers to a naming.
 
-    The result describes files with one tensor per expert; its `fused`, files with one tensor for all experts (transformers 5).
+    The result is for files with one tensor per expert. Its attribute `fused` is a naming for files with one tensor for all experts
+    of a layer (transformers 5).
 
     Args:
         block: name of the layer's module that holds the experts.

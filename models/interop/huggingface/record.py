@@ -1,10 +1,10 @@
-"""Record of a Hugging Face import: parts of config.json and generation_config.json that no layer uses.
+"""Keep what a Hugging Face import cannot store in the model, so that an export can restore it.
 
     imported/qwen3/hugging_face.json    {"special_ids": {"bos_token_id": 1, "eos_token_id": [2, 7]}, "generation_config": "{..}",
                                          "ignored": {"strange_key": 3}, "tokenizer_sha256": "ab12.."}
 
-The record lies next to the tokenizer to which its token ids belong. Exporting the imported checkpoint, or a run that started from
-it, restores all that the record holds.
+The record has parts of config.json and generation_config.json that no layer uses, and lies next to the tokenizer to which its ids
+belong. Exporting the imported checkpoint, or a run that started from it, restores all that the record holds.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Tokenizer files in a Hugging Face folder: reading a folder's own, and writing those for an export.
+"""Read the tokenizer files in a Hugging Face folder, and build those for an export.
 
 The tokenizer of the training data (left) decides which files an export writes (right):
 
@@ -144,7 +144,7 @@ class ExportedTokenizer:
 
     @property
     def ids_of_model(self) -> dict[str, int | None]:
-        """Ids for config.json. `pad_token_id` is null: transformers would never train the embedding of a token given there."""
+        """Token ids for config.json. `pad_token_id` is None: transformers never trains the embedding of a token given there."""
         return {key: self.ids.get(key) for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": None}
 
 
@@ -203,7 +203,10 @@ def export_tokenizer(name: str, tokenizer: Tokenizer, *, max_length: int, is_imp
 
 
 def _wanted(named: Mapping[str, str | None], tokenizer: JsonTokenizer, unknown: str | None) -> dict[str, str | None]:
-    """Choose the token for each role: the folder's own, except that a text ends as documents did in training."""
+    """Choose the token for each role: the folder's (`named`), but as `eos` the token that ended documents in training.
+
+    If the folder has no such token, `eos` also serves as `pad`, and `unknown` as `unk`.
+    """
     end = tokenizer.token_of(tokenizer.eod_id)
     # Batches need some padding token; the end token is safe, since nothing is read after it.
     return {**named, "eos": end, "pad": named["pad"] or end, "unk": named["unk"] or unknown}

@@ -124,7 +124,7 @@ class Exchange:
 
     @property
     def _rows_of_a_part(self) -> int:
-        """Number of rows in one part if `num_heads` is set: in the queries of all heads, and equally in the keys and the values."""
+        """Number of rows in the queries of all heads, if `num_heads` is set; the keys and the values have equally many."""
         return _matrix_shape(self.ours[0])[0]
 
     def _transpose(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments as config sections, and the reverse.
+"""Convert Megatron-LM's arguments to config sections, and back.
 
     {"num_layers": 32, "group_query_attention": True, "num_query_groups": 8, "swiglu": True, ..}      args in common.pt
       <->  model: {num_layers: 32, num_kv_heads: 8, activation: swiglu, ..}, optimizer: {..}, train: {..}
@@ -302,7 +302,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
 
 
 def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """List the differences between two models for which the same weights compute other outputs.
+    """List the differences in two models' settings that make the same weights compute different outputs.
 
     Args:
         section: `model` section read from Megatron-LM's arguments.

@@ -107,7 +107,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class TorchDist:
-    """An open checkpoint.
+    """An open `torch_dist` checkpoint; `read` loads one tensor, or a box of it.
 
     Attributes:
         folder: the iteration's folder, iter_0000100 or release.

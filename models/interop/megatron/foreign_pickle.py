@@ -66,7 +66,7 @@ class Inert:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Ignore the arguments: `__new__` already stored them, and runs whether a pickle calls it or the class."""
+        """Ignore the arguments: `__new__` stores them, since some pickles call only `__new__`, and never `__init__`."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

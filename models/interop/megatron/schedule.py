@@ -1,4 +1,4 @@
-"""Megatron-LM's learning-rate arguments as ours, and back, with notes where the rates differ.
+"""Convert Megatron-LM's learning-rate arguments to ours, and back, with notes where the rates differ.
 
 Each of their styles (first line) becomes one of our schedules (second line):
 

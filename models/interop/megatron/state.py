@@ -56,7 +56,7 @@ def training_state(source: TorchDist) -> TrainingState:
 def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
     """Build the content of common.pt, without args, for a run that continues in Megatron-LM with its distributed optimizer.
 
-    There are two parameter groups, as in our optimizer: weights decay, norms and biases do not.
+    There are two parameter groups, as in our optimizer: weights, with weight decay, and norms and biases, without it.
 
     Raises:
         CheckpointError: the optimizer is not AdamW, or the config has `optimizer.groups`.

@@ -249,7 +249,7 @@ def check_optimizer(source: TorchDist) -> None:
 
 
 def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
-    """Count the rows that Megatron-Core's vocabulary and position tables have beyond ours; return {key: rows} without zeros."""
+    """Count the extra rows in Megatron-Core's vocabulary and position tables; return {key: rows} for the tables that have any."""
     found = {}
     for parameter in parameters(model):
         if parameter.short in _MORE_ROWS and (place := _find(source, parameter, ("",))) is not None:
@@ -338,7 +338,8 @@ def _find(source: TorchDist, parameter: Parameter, prefixes: Sequence[str]) -> _
 def _expected(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> tuple[int, ...]:
     """Compute the shape that a key's tensor must have.
 
-    It has the leading layer dim if layers are stacked. If a vocabulary or position table has more rows than ours, they count.
+    It has the leading layer dim if layers are stacked. A vocabulary or position table may have more rows than ours; the shape then
+    has the stored number of rows.
     """
     shape = (parameter.shape[0] // len(place.keys), *parameter.shape[1:])
     stored = source.tensors[key].shape

@@ -41,7 +41,7 @@ def write_checkpoint(
     common: Mapping[str, Any],
     args: Mapping[str, Any],
 ) -> Path:
-    """Write `directory`/iter_<number>/ (or release/) completely or not at all; then the tracker file names it.
+    """Write `directory`/iter_<number>/ (or release/) completely or not at all, then record the iteration in the tracker file.
 
     Args:
         directory: parent folder; created if missing.

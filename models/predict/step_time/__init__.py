@@ -1,1 +1,1 @@
-"""Seconds that a training step takes on a given cluster, from counted facts and measured rates."""
+"""Predicts a training step's seconds on a cluster from counted work and measured device rates."""

@@ -1,4 +1,4 @@
-"""Nodes, links and prices of a cluster, read from `configs/clusters/*.yaml`."""
+"""Read a cluster's nodes, links and prices from `configs/clusters/*.yaml`, or build them from text such as `64xH100`."""
 
 import re
 from dataclasses import dataclass, fields, replace
@@ -14,7 +14,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal nodes of equal devices.
+    """A cluster whose nodes are all equal, and whose devices are all equal.
 
     Attributes:
         device: name of a shipped device, or path to a device file.

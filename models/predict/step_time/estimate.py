@@ -1,9 +1,10 @@
-"""Seconds of a whole training step: microbatches, bubble, data parallelism, optimizer.
+"""Predict the seconds of a whole training step, by formula or by simulating its schedule.
 
-    closed form   m (F + B) of the slowest pipeline rank + bubble + exposed dp + optimizer
-    simulated     the span of the schedule by `engine/pipeline/simulate.py` in place of the first two
+    closed form   m (F + I + W) of the slowest pipeline rank + bubble + exposed dp + optimizer, for m microbatches
+    simulated     the schedule's span (`engine/pipeline/simulate.py`) replaces the first two summands
 
-Bubbles, F, I and W the seconds of a rank's layers on one microbatch, of the mean of the other ranks:
+A rank takes F seconds for one microbatch's forward, I for its input gradients and W for its weight gradients. With p pipeline
+ranks and v chunks on each, the bubble is as follows, with F, I and W as means over the ranks other than the slowest:
 
     1f1b, gpipe   (p - 1)(F + I + W)           2006.09503, 1811.06965
     interleaved   (p - 1)(F + I + W) / v       2104.04473, section 2.2
@@ -44,8 +45,8 @@ class StepTime:
     """A predicted step.
 
     Attributes:
-        seconds: of one optimizer step.
-        components: seconds of the slowest pipeline rank by what it does; they add up to `seconds`.
+        seconds: seconds per optimizer step.
+        components: seconds that the slowest pipeline rank spends on each of `COMPONENTS`; they add up to `seconds`.
     """
 
     seconds: float
@@ -53,17 +54,17 @@ class StepTime:
 
     @property
     def bubble_share(self) -> float:
-        """Return the part of the step that is bubble."""
+        """Share of the step's seconds that the slowest pipeline rank idles in the bubble, 0 to 1."""
         return max(0.0, self.components.get("pipeline bubble", 0.0)) / self.seconds
 
 
 class Estimator:
-    """Step times of layouts on one cluster.
+    """Predicts step times of layouts on one cluster.
 
     Args:
-        cluster: its nodes and links; its device is read once.
-        implementation: the software that runs.
-        expert_load: rows of the slowest rank's experts over the mean (max over mean), in every layer.
+        cluster: the cluster, whose device file is read once, here.
+        implementation: training software whose step is predicted.
+        expert_load: in every layer, rows that the slowest rank's experts get over the mean rank's.
     """
 
     def __init__(self, cluster: Cluster, implementation: Implementation = OURS, *, expert_load: float = 1.0) -> None:
@@ -78,17 +79,17 @@ class Estimator:
         *,
         memo: Memo | None = None,
     ) -> StepTime:
-        """Predict a step by formula.
+        """Predict a step's time by formula; a schedule from a file has none and is simulated.
 
         Args:
-            config: of a run that breaks no rule.
-            sizes: of every axis.
-            documents: within which tokens attend; None: across them.
-            memo: of earlier predictions of this run with these documents, in other layouts, batches and recomputations; filled and
-                used.
+            config: configuration that breaks no rule.
+            sizes: size of every axis.
+            documents: statistics of the documents, if tokens attend only within their document; None: they attend across documents.
+            memo: cache of this run's predictions with the same documents and other layouts, batch sizes and recomputation; read
+                and filled.
 
         Raises:
-            ConfigError: the device has no rate for the run's dtype, the run has FP8, or as `resolve_recompute`.
+            ConfigError: the device has no rate for the run's dtype, the run has FP8, or `resolve_recompute` raises it.
         """
         if config.schedule.file is not None:
             # Only a named schedule has a formula.
@@ -104,27 +105,27 @@ class Estimator:
         *,
         memo: Memo | None = None,
     ) -> StepTime:
-        """Predict a step by running its schedule through the event simulator; arguments and errors as `closed_form`."""
+        """Predict a step's time by simulating its schedule; arguments and errors are those of `closed_form`."""
         step = _Step(self, config, sizes, documents, memo)
         return step.result(*step.by_simulation())
 
     def simulated_ranks(
         self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None
     ) -> list[dict[str, float]]:
-        """Return the components of every pipeline rank in the step of `simulated`; arguments and errors as there.
+        """List each pipeline rank's seconds by component in a simulated step; arguments and errors are those of `closed_form`.
 
-        Each adds up to the seconds of the step: what a rank is faster than the slowest, it waits in its bubble.
+        Every rank's components add up to the step's seconds: a rank that is faster than the slowest has a longer bubble.
         """
         step = _Step(self, config, sizes, documents)
         return step.of_ranks(*step.by_simulation())
 
     def costs(self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None) -> Costs:
-        """Return the seconds of every stage's actions and of a transfer, for a simulator."""
+        """Compute the seconds of each stage's actions and of a transfer between stages, for the schedule simulator."""
         return _Step(self, config, sizes, documents).costs()
 
 
 class _Step:
-    """One step of one layout."""
+    """The prediction of one layout's step: its links, stage times and schedule."""
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class _Step:
         self.slowest = max(range(sizes.pp), key=lambda rank: self.ranks[rank].total)
 
     def _stage(self, stage: int) -> Timed:
-        """Return the seconds of a stage, with what its passes wait for of the links over dp and pp."""
+        """Time a stage, including the time that its passes wait for traffic over dp and pp."""
         timed = self._timer.stage(self.cut.contents[stage])
         if not self._waits:
             return timed
@@ -177,7 +178,7 @@ class _Step:
         return Timed.of(seconds, timed.parameters)
 
     def _sharded_parameters(self, seconds: Seconds, stage: StageLayers, numel: int) -> None:
-        """Add the time that gathers of a stage's `numel` parameters in each pass, and sums of gradients, take beyond the pass."""
+        """Add to `seconds` the exposed time of per-pass collectives: gathers of `numel` parameters, and reductions of gradients."""
         if not self._gathers_in_passes:
             return
         link, n = self.links.of_axes("dp", "cp"), self.sizes.dp_cp
@@ -199,7 +200,7 @@ class _Step:
 
     @property
     def _gathers_in_passes(self) -> bool:
-        """Whether parameters are gathered for each pass; FSDP2 with pipeline stages keeps them from the first pass on."""
+        """Whether parameters are gathered anew for each pass; FSDP2 with several pipeline ranks gathers them once a step."""
         is_fsdp = self.implementation.shards == "parameters" and self.sizes.pp == 1
         return (is_fsdp or (self.implementation is OURS and self.config.parallel.zero > 2)) and self.sizes.dp_cp > 1
 
@@ -210,7 +211,7 @@ class _Step:
         return Timed.of(seconds, self.parameters[rank])
 
     def _transfer(self) -> float:
-        """Return the seconds of a message between stages."""
+        """Compute the seconds to send an activation or its gradient between stages."""
         if self.sizes.pp == 1:
             return 0.0
         link, whole, t = self.links.hand_over(), activation_bytes(self.config), self.sizes.tp
@@ -221,7 +222,7 @@ class _Step:
         return link.seconds(whole)
 
     def costs(self) -> Costs:
-        """Return the durations of every stage's actions."""
+        """Compute the seconds of each stage's actions and of a transfer; 0 for a transfer that the actions already include."""
         forward, input_grad, weight_grad = zip(
             *(self._stage(stage).passes for stage in range(len(self.cut.stages))), strict=True
         )
@@ -229,7 +230,7 @@ class _Step:
         return Costs(forward, input_grad, weight_grad, transfer)
 
     def by_formula(self) -> tuple[float, float]:
-        """Return the seconds of the bubble and of transfers that it is longer by."""
+        """Compute, by formula, (seconds of the bubble without transfers, seconds by which transfers lengthen it)."""
         p, v = self.sizes.pp, self.sizes.vpp
         if p == 1:
             return 0.0, 0.0
@@ -245,9 +246,9 @@ class _Step:
         return max(0.0, bubble), transfers
 
     def by_simulation(self) -> tuple[float, float]:
-        """Return the seconds of the bubble and of transfers in the simulated schedule.
+        """Compute the same pair as `by_formula` by simulating the schedule.
 
-        As in `TimeSplit`, the bubble is what the slowest rank waits with messages that take no time.
+        As in `TimeSplit`, the bubble is the time that the slowest rank idles if transfers take no time.
         """
         costs = self.costs()
         instant = self._whole_span(replace(costs, transfer=0.0))
@@ -265,12 +266,12 @@ class _Step:
         return simulate(schedules.of_config(self.config, self.sizes.pp, self.sizes.vpp, num_microbatches), costs).span
 
     def result(self, bubble: float, transfers: float) -> StepTime:
-        """Put the parts of a step together."""
+        """Build the step's time from the slowest rank's components, given the seconds of bubble and transfers."""
         components = self._components(self.slowest, bubble, transfers)
         return StepTime(sum(components.values()), components)
 
     def of_ranks(self, bubble: float, transfers: float) -> list[dict[str, float]]:
-        """Put the parts of each pipeline rank's step together; all take as long as the slowest's."""
+        """List each pipeline rank's components; a rank's bubble is what remains of the slowest rank's step."""
         seconds = self.result(bubble, transfers).seconds
         ranks = [self._components(rank, 0.0, transfers) for rank in range(self.sizes.pp)]
         for components in ranks:
@@ -278,7 +279,7 @@ class _Step:
         return ranks
 
     def _components(self, rank: int, bubble: float, transfers: float) -> dict[str, float]:
-        """Return the seconds of a pipeline rank by what it does."""
+        """Compute a pipeline rank's seconds per step for each of `COMPONENTS`."""
         components = {
             name: self.num_microbatches * seconds for name, seconds in total(self.ranks[rank].seconds.passes).items()
         }
@@ -290,7 +291,7 @@ class _Step:
         return components
 
     def _data_parallel(self, rank: int) -> float:
-        """Return the exposed seconds of the sums of gradients and of gathered parameters, once a step."""
+        """Compute a rank's exposed seconds per step for gradient reductions and parameter gathers; 0 if passes include them."""
         how, numels = self.implementation, self.parameters[rank]
         if self._gathers_in_passes:
             return 0.0
@@ -318,11 +319,11 @@ class _Step:
 
     @property
     def _sums_each_microbatch(self) -> bool:
-        """Whether gradients are cut, and so reduced after each microbatch (ZeRO-2)."""
+        """Whether gradients are sharded (from ZeRO-2 on), and so reduced after each microbatch."""
         return self.implementation is OURS and self.config.parallel.zero > 1
 
     def _replicated(self, numels: Parameters) -> list[tuple[int, int, Link]]:
-        """List (parameters, ranks that hold them, their link) of dense ones and of experts; those of one rank are left out."""
+        """List (number of parameters, number of replicas, link between them): dense, then experts; single replicas left out."""
         dense = numels.all - numels.experts, self.sizes.dp_cp, self.links.of_axes("dp", "cp")
         experts = numels.experts, self.sizes.expert_dp, self.links.of_expert_replicas()
         return [each for each in (dense, experts) if each[0] and each[1] > 1]
@@ -331,14 +332,17 @@ class _Step:
         return max(4, element_bytes(self.config))
 
     def _beyond(self, seconds: float, beside: float, buckets: int, *, hidden: bool) -> float:
-        """Return what calls take beyond the pass that they run beside; one bucket has nothing to hide behind."""
+        """Compute how many of the collectives' `seconds` are exposed: all, unless `hidden`.
+
+        If `hidden`, all buckets but the first run beside kernels that take `beside` seconds.
+        """
         if not hidden:
             return seconds
         first = seconds / buckets
         return first + self.device.beyond(seconds - first, beside)
 
     def _optimizer(self) -> float:
-        """Return the seconds of the update: state and gradients go through memory."""
+        """Compute the seconds of the optimizer's update, which memory traffic limits."""
         most = max(self.parameters, key=lambda each: each.all)
         numel, sizes = most.all, self.sizes
         own = float(numel)

@@ -1,4 +1,4 @@
-"""A microbatch's work on one rank, counted: products, attention, bytes through memory and over links.
+"""Count a microbatch's work on one rank: products, attention, and bytes through memory and over links.
 
 A microbatch of b samples with s tokens on c context-parallel ranks has T = b s / c tokens on each. Let h be the hidden size, t the
 number of tensor-parallel ranks, f the MLP's width, and q and g the query and key/value heads times the head size. A layer's

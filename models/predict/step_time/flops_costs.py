@@ -1,4 +1,4 @@
-"""A schedule's action costs, by their FLOPs.
+"""Estimate the costs of a schedule's actions by their FLOPs alone.
 
     F   forward: GEMMs and attention of the stage's layers, and the head on the last stage
     I   input gradient: the same GEMMs, attention twice, and what is recomputed; the head twice, for both of its gradients

@@ -1,4 +1,4 @@
-"""Seconds that a layer's forward, input gradient and weight gradient take on one rank.
+"""Time a layer's forward, input gradient and weight gradient on one rank.
 
 compute    seconds of GEMMs and attention, elementwise kernels' bytes / streaming rate, and a launch for each kernel
 exposed    seconds that a collective lasts longer than the products that run at the same time; a collective in t pieces (one for

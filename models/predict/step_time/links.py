@@ -1,4 +1,4 @@
-"""Seconds that collectives and messages take on a cluster's links, by their ranks' places.
+"""Time collectives and sends over a cluster's links, by the nodes that their ranks are on.
 
 A call takes a rank's bytes on the wire (`models/predict/traffic.py`) / bandwidth + latency:
 

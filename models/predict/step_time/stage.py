@@ -1,4 +1,4 @@
-"""Seconds and parameters of pipeline stages; equal stages are counted once.
+"""Time pipeline stages and count their parameters; equal stages are computed once.
 
 Layouts that differ only in pp, vpp, dp or the cut between stages have equally fast layers. A search over such layouts uses one
 `StageTimer` for all of them.

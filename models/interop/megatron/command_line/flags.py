@@ -1,4 +1,4 @@
-"""Supported Megatron-LM arguments, with their types and defaults.
+"""List the supported Megatron-LM arguments, with their types and defaults.
 
 The tables below have a line for each argument, such as these (left) with their meaning (right):
 

@@ -97,9 +97,9 @@ def _stages(parsed: Parsed, pp: int) -> Fields:
 
 
 def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> Fields:
-    """Build `layers_per_stage` for pipelines whose two ends have other numbers of layers than the rest.
+    """Build `layers_per_stage` for a pipeline whose first or last stage differs from the others in its number of layers.
 
-    `more`: (1 if the embedding counts as a layer of the first stage, 1 if the loss counts as a layer of the last stage), else 0.
+    `more[0]` is 1 if the embedding counts as a layer of the first stage, else 0; `more[1]`: same for the loss in the last stage.
     """
     args = parsed.args
     first, last = args["decoder_first_pipeline_num_layers"], args["decoder_last_pipeline_num_layers"]

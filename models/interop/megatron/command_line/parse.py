@@ -1,4 +1,4 @@
-"""Sort the words of a Megatron-LM command line by their meaning here.
+"""Parse a Megatron-LM command line, and sort its arguments by what they mean here.
 
     torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --bf16 --log-throughput --fp8-format hybrid
                                                |                      |                `- no counterpart: refused, or ignored

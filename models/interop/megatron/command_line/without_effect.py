@@ -1,4 +1,4 @@
-"""Megatron-LM arguments that do not affect training here, by topic.
+"""List Megatron-LM's arguments that do not affect training here, by topic.
 
 The character after a name says how many values follow the argument:
 
