@@ -91,8 +91,8 @@ def state_rows(
         kinds: kinds of the optimizer's state, the master first; empty: weights and main grads alone.
     """
     run, wide = precision.dtype, wide_dtype(precision.dtype)
-    # Untrained values are changed in small steps by a rule of their own. They have no wide master, so they are wide.
     has_cut_weights = key.cut == "parameters"
+    # Untrained values are changed in small steps by a rule of their own. They have no wide master, so they are wide.
     weight = StateRow(WEIGHT, run if key.is_trained else wide, has_cut_weights, has_slots=has_cut_weights)
     rows = [weight]
     if key.is_trained:

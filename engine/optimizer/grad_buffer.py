@@ -13,6 +13,9 @@ no main grads. Frozen parameters' gradients are computed and reduced like others
 
 No flag marks the last microbatch: a bucket is ready when its count is complete. A wrong count at the end of the step is an error
 that names the parameter.
+
+Where ZeRO-2 or 3 cuts a buffer, a rank keeps only the owned parts and two slots of whole buckets. Main grads are then reduced after
+each microbatch (`Slot`), and weights are gathered at their use, not after an update (`WeightSlots`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from triaxis.engine.config.plan import part_length
+from triaxis.engine.config.state_plan import ITEMSIZE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.specs import StageContents
 
-BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
+BYTES_PER_ELEMENT = ITEMSIZE
 INDEX_BYTES = 8
 
 
