@@ -1,1 +1,4 @@
-"""The engine of Triaxis: everything that is not a model. It never imports `models` or `launch`."""
+"""The engine of Triaxis, which is everything but the models.
+
+It never imports `models` or `launch`.
+"""

@@ -47,9 +47,9 @@ class ExitCode(IntEnum):
 
 
 def shown(value: object) -> str:
-    """Format a value from a foreign file for a message, in at most about 80 characters.
+    """Format a value for a message, in at most about 80 characters.
 
-    `repr` alone fails for an integer with 10,000 digits, and its text for nested lists can be millions of characters long.
+    `repr` alone would fail for an integer with 10,000 digits.
     """
     if isinstance(value, str):
         return (
@@ -82,23 +82,31 @@ def brief(text: str) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Format a number with its noun: "1 file", "12,000 files"; `plural` if adding an s is not enough."""
+    """Format a number with its noun, such as "1 file" or "12,000 files".
+
+    Args:
+        plural: plural of `noun`; "": `noun` with an s.
+    """
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def attempt_name(attempt: int) -> str:
-    """Return an attempt's name for people, who count from 1; records and folders count from 0."""
+    """Name an attempt for people, who count from 1. `attempt` counts from 0."""
     return f"attempt {attempt + 1}"
 
 
 class TriaxisError(Exception):
-    """Base class for all errors meant for users; printed without a traceback."""
+    """Base class for all errors meant for users, which are printed without a traceback."""
 
     exit_code: ExitCode = ExitCode.MISTAKE
 
 
 class ConfigError(TriaxisError):
-    """One or more problems in a configuration; `problems` holds a readable line or paragraph for each."""
+    """One or more problems in a configuration.
+
+    Attributes:
+        problems: a readable line or paragraph for each problem.
+    """
 
     def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
         self.problems = tuple(problems)
@@ -115,7 +123,7 @@ class ModelError(TriaxisError):
 
 
 class PortTakenError(TopologyError):
-    """A rendezvous port that another process uses; the ranks can meet later, or on another port."""
+    """A rendezvous port that another process uses. The ranks can meet later, or on another port."""
 
     exit_code = ExitCode.BROKE
 
@@ -125,7 +133,7 @@ class ScheduleError(TriaxisError):
 
 
 class DataError(TriaxisError):
-    """A corpus, an index or a tokenizer that is missing, truncated or not what it claims to be."""
+    """A corpus, an index or a tokenizer that is missing, truncated or of another kind."""
 
 
 class CheckpointError(TriaxisError):
@@ -133,18 +141,22 @@ class CheckpointError(TriaxisError):
 
 
 class SaveError(CheckpointError):
-    """A failure to write the run's last checkpoint; once the disk has room, the same command resumes from an earlier checkpoint."""
+    """A failure to write the run's last checkpoint.
+
+    Once the disk has room, the same command resumes from an earlier checkpoint.
+    """
 
     exit_code = ExitCode.BROKE
 
 
 class StorageError(TriaxisError):
-    """A run folder that cannot be used: owned by another user, read-only, or with a file where its path needs a folder.
+    """A run folder that cannot be used.
+
+    For example, another user owns the folder, or it is read-only.
 
     Args:
         text: the message.
-        is_passing: True if a later start may succeed (a full disk, a server that does not answer). Then the exit code is
-            `BROKE`, else `MISTAKE`.
+        is_passing: whether a later start may succeed, as after a full disk. The exit code is `BROKE` if True, `MISTAKE` if False.
     """
 
     def __init__(self, text: str, *, is_passing: bool = False) -> None:
@@ -153,23 +165,23 @@ class StorageError(TriaxisError):
 
 
 class OutputError(TriaxisError):
-    """A failure to write standard output; once its disk has room, the same command succeeds."""
+    """A failure to write standard output, for example on a full disk."""
 
     exit_code = ExitCode.BROKE
 
 
 class OutOfMemoryError(TriaxisError):
-    """A rank out of memory; the same configuration would fail again."""
+    """A rank out of memory, which would fail again with the same configuration."""
 
 
 class PeerLostError(TriaxisError):
-    """A rank whose connection to another rank broke; the other rank has failed, and the same command resumes the run."""
+    """A lost connection to another rank, which has failed or does not answer. The same command resumes the run."""
 
     exit_code = ExitCode.BROKE
 
 
 class NoRoomError(TriaxisError):
-    """A node where no folder has room for a rank's small file; the same command runs once one has, or on another node."""
+    """A node where no folder has room for a rank's small file. The same command runs once a folder has room."""
 
     exit_code = ExitCode.BROKE
 
@@ -181,9 +193,9 @@ class ReplicaError(TriaxisError):
 
 
 class DivergenceError(TriaxisError):
-    """A loss or gradients that are not finite, or a loss that jumps, for which `resilience` has no remedy, or none left.
+    """A loss or gradient that is not finite, or a loss that jumps.
 
-    Starting again would end the same way. Every rank raises it after the same step.
+    `resilience` sets no remedy, or none is left. Every rank raises this error after the same step.
     """
 
     exit_code = ExitCode.DIVERGED

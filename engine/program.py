@@ -1,13 +1,13 @@
-"""Writes command lines for messages, in a form that can be typed where this process was started.
+"""Builds the command lines that messages offer.
 
     triaxis("train run.yaml")  ->  triaxis train run.yaml                                  the command is on the path
-                                   .venv/bin/triaxis train run.yaml                        it is beside this Python
-                                   PYTHONPATH=checkout python -m triaxis.launch.cli train run.yaml  it is not installed
+                                   .venv/bin/triaxis train run.yaml                        the command is beside this Python
+                                   PYTHONPATH=checkout python -m triaxis.launch.cli train run.yaml  the command is not installed
     install("text")            ->  python -m pip install -e 'checkout[text]'
     pip_install("triton")      ->  python -m pip install triton
 
-Each whole command line in a message is built by this module, and `tests/conventions/test_offered_commands.py` runs it. A message
-that only names a command (`triaxis verify`) puts the name in backticks.
+The lines can be typed in the folder where this process was started. `tests/conventions/test_offered_commands.py` runs each whole
+command line in a message. A message that only names a command (`triaxis verify`) puts the name in backticks.
 """
 
 import os
@@ -48,8 +48,7 @@ def triaxis(words: str) -> str:
 def install(extra: str, *options: str) -> str:
     """Build the command line that installs an extra from pyproject.toml for this Python.
 
-    No package index has this project. So the line names the checkout; or, if the package is installed without a checkout, the
-    extra's requirements.
+    No package index has this project, so the line names the checkout. An installed package names the extra's requirements instead.
 
     Args:
         extra: the extra's name.
@@ -69,13 +68,13 @@ def pip_install(*words: str) -> str:
 
 
 def version() -> str:
-    """Read this project's version: from pyproject.toml in a checkout, else from the installed package."""
+    """Read this project's version from pyproject.toml, or without a checkout from the installed package."""
     if IS_CHECKOUT:
         return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
     return metadata.version(NAME)
 
 
 def short(path: Path) -> str:
-    """Make a path below the current folder relative to it; leave other paths as given."""
+    """Make a path relative if it lies below the current folder. Other paths are returned as given."""
     here = Path.cwd()
     return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

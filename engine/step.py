@@ -1,23 +1,21 @@
-"""Runs an optimizer step (forward and backward over all microbatches, reduction, clipping, update), or a validation.
+"""Runs one rank's part of a training step or a validation.
 
-    labels      one small all-reduce over the world: the counted labels; the training loop posts it a step ahead;
-    executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill;
-    finish      waits for the reductions: the bucket parts that this rank owns hold whole gradients;
-    agree       one small all-reduce over the world: [gradients' square sum, loss sum, token rows without room in experts' buffers,
-                save flags, stop flags, whether the allocator retried, loss sums for tokens ahead]; with experts, another one for
-                their load;
-    optimizer   gradients / loss scale x clip factor; the optimizer updates the owned parts; all-gathers are posted;
-    balance     routers' biases follow the load;
-    read        loss, norm and flags on the host, when the loop waits for them, a step later.
+    labels      one small all-reduce over the world sums the counted labels; the training loop posts it a step ahead
+    executor    runs the schedule, adds gradients to main grads, and posts reductions of full buckets
+    finish      waits for the reductions; this rank's bucket parts then hold whole gradients
+    agree       small all-reduces over the world sum losses, squared gradients, flags and expert load
+    optimizer   divides gradients by the loss scale, clips them, updates the owned parts, and posts all-gathers
+    balance     moves the routers' biases towards an even load
+    read        brings the step's numbers to the host, a step later
 
-No number reaches the host before `read`. Norm, clipping and the decision to skip are computed on the device, so the device is
-never idle while the host reads. Once a step's loss or gradients are not finite, neither that step nor any later one updates
-anything; with `resilience.on_nonfinite: skip`, only that step is skipped. A step is also skipped if its loss or gradient norm is
-an outlier (`StepLimits`), or if it has no counted label. In fp16, a gradient overflow is no divergence: it lowers the loss scale
-and skips that one step (`engine/optimizer/loss_scale.py`).
+No number reaches the host before `read`. Norm, clipping and the decision to skip are computed on the device. So the device is never
+idle while the host reads.
+
+Once a loss or gradient is not finite, no step updates anything. With `resilience.on_nonfinite: skip`, only the bad step is skipped.
+`Skip` (`engine/step_result.py`) lists all reasons why a step updates nothing.
 
 The loss is summed over all unmasked tokens in the GLOBAL batch and divided by their number. That number is known before the
-backward, and so are the other losses' divisors (`BatchLosses`).
+backward.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +65,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 class Chunk(Protocol):
-    """The part of a model chunk's interface that the engine uses; a chunk is an `nn.Module`."""
+    """The engine's view of a model chunk, which is an `nn.Module`."""
 
     @property
     def queue(self) -> WeightGradQueue: ...
@@ -88,21 +86,18 @@ class Chunk(Protocol):
 class Engine:
     """One rank's assembled engine (see `triaxis.engine.train.build`).
 
-    A step is two calls, `forward_backward` and `update`. Between them, meters can read whole gradients next to the weights that
-    produced them. `update` posts the same collectives on every rank, whatever the numbers are: a decision is a tensor on the
-    device, never a host branch. A branch would need a number read back in each step, and a rank that branched differently would
-    leave its peers waiting. The loop, not the engine, decides when to validate, save, stop or roll back. The engine knows the model
-    only as `Chunk`s.
+    A step is two calls, `forward_backward` and `update`. Between them, meters can read whole gradients and the weights that
+    produced them. `update` posts the same collectives on every rank, whatever the numbers are. So every decision is a tensor on the
+    device, never a host branch. The loop, not the engine, decides when to validate, save, stop or roll back.
 
     Attributes:
         config: the run's resolved configuration; no field of its `recompute` section is `auto`.
         stages: layers and ends (embedding, head) in each pipeline stage, in stage order.
         parameters: this rank's parameters by global name, in forward order.
         train_programs, forward_programs: lowered schedules for a training step and for a forward-only step.
-        count_retries: function that counts how often this rank's allocator had to free memory and retry.
-        diverged: bool tensor on the device: True if loss or gradients were not finite, the loss was above its limit, or token rows
-            found no room in experts' buffers. If True, this step updates nothing, and neither does any later one, unless
-            `resilience.on_nonfinite` is `skip`.
+        count_retries: function () -> how often this rank's allocator had to free memory and retry.
+        diverged: bool scalar on the device: whether a step has diverged (`Skip`). While it is True, no step updates anything. With
+            `resilience.on_nonfinite: skip`, each step sets it anew.
         loss_scale: loss scale for the next backward.
         to_host: copier that brings a step's numbers to the host; None: the device's default.
     """
@@ -137,11 +132,17 @@ class Engine:
 
     @property
     def load(self) -> ExpertLoad | None:
-        """Expert load on this rank, shared by all chunks; None if the model has no experts."""
+        """Expert load on this rank, shared by all chunks; None without experts."""
         return self.chunks[0].load
 
     def post_labels(self, num_labels: Sequence[float]) -> Pending:
-        """Post the sum of all ranks' `num_labels` (from `count_labels`), for `forward_backward`; every rank must call it."""
+        """Post the all-reduce that sums `num_labels` over the world.
+
+        Every rank must call this method, and pass the result to `forward_backward`.
+
+        Args:
+            num_labels: this rank's numbers from `count_labels`.
+        """
         vector = to_device(num_labels, AGREEMENT_DTYPE, self.topology.device)
         return self._world.all_reduce(vector, LABELS)
 
@@ -156,8 +157,8 @@ class Engine:
 
         Args:
             observers: instruction observers for this step (`triaxis.engine.pipeline.executor.Executor`).
-            on_grad: callback that gets a parameter each time that a gradient was added to its main grad, before its bucket is
-                reduced (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
+            on_grad: function (parameter) that is called after each addition to the parameter's main grad, before the bucket is
+                reduced.
             labels: result of `post_labels` for these microbatches; None: their labels are counted and posted now.
         """
         self.topology.ledger.reset()
@@ -194,13 +195,15 @@ class Engine:
         flags: StepFlags = NO_FLAGS,
         limits: StepLimits = NO_LIMITS,
     ) -> PendingResult:
-        """Post one weight update with the reduced gradients; `losses` belong to the same batch.
+        """Post one weight update with the reduced gradients.
 
-        A batch without a counted label changes nothing: neither weights (by decay), moments, weight average nor router biases.
-        A loss above `limits.divergence` counts as not finite, so nothing is updated. A finite loss or gradient norm above the
-        other limits skips this update and leaves the loss scale unchanged.
-        The all-reduce that sums the losses also sums the save and stop `flags` over the ranks (`triaxis.engine.comm.agreement`).
-        It counts the ranks whose allocator has retried, too.
+        A batch without a counted label changes nothing: neither weights, moments, weight average nor router biases. A loss above
+        `limits.divergence` counts as not finite. A finite loss or gradient norm above another limit skips this update and leaves
+        the loss scale unchanged.
+
+        Args:
+            losses: losses of the batch that produced the gradients.
+            flags: this rank's save and stop flags, which are summed over all ranks.
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
@@ -257,9 +260,9 @@ class Engine:
         return PendingResult(numbers, limits, self.to_host)
 
     def receive_late(self) -> bool:
-        """Switch to receives that are posted late, right before their use (`triaxis.engine.pipeline.programs`).
+        """Switch the next runs to late receives, which are posted right before their use.
 
-        Every rank must call it after the same step. Return whether receives were posted early until now.
+        Every rank must call this method after the same step. It returns whether receives were posted early until now.
         """
         was_early = not self.train_programs.is_late
         self.train_programs.receive_late()
@@ -267,7 +270,9 @@ class Engine:
         return was_early
 
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
-        """Compute the loss per token over some global batches, without dropout; the same on every rank.
+        """Compute the loss per token over some global batches, without dropout.
+
+        The result is the same on every rank.
 
         Raises:
             DivergenceError: token rows found no room in their experts' buffers; raised on every rank.
@@ -286,7 +291,9 @@ class Engine:
         return float(loss_sum) / max(float(total), 1.0)
 
     def post_stop(self, flags: StopFlags) -> Callable[[], list[float]]:
-        """Post the world sum of this rank's stop flags, outside a step; every rank must call it.
+        """Post the all-reduce that sums the ranks' stop flags, outside a step.
+
+        Every rank must call this method.
 
         Returns:
             A function that waits for the sums and returns them. Call it once, in posting order.
@@ -299,17 +306,17 @@ class Engine:
         return self.chunks[chunk](x, microbatch)
 
     def _dropped(self) -> torch.Tensor:
-        """Count this rank's token rows that found no room in experts' buffers, as a scalar on the device."""
+        """Count this rank's token rows that found no room in experts' buffers."""
         return self.diverged.new_zeros(()) if self.load is None else self.load.overflow
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
-        """Compute [loss sum, counted tokens] on the device; zeros except on the last stage's tp rank 0."""
+        """Compute [loss sum, counted tokens] on the device. The result is zero on all ranks but the last stage's tp rank 0."""
         is_counted = bool(losses) and self.topology.coordinates.tp == 0
         tokens = to_device([is_counted * count_labels(microbatches)[0]], AGREEMENT_DTYPE, self.topology.device)
         return torch.cat((self._sums(losses, 1), tokens))
 
     def _sums(self, losses: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """Sum the microbatches' losses, each a scalar or a vector with an entry per kind of loss.
+        """Sum the microbatches' losses, each a scalar or a vector.
 
         Return the sum's first `number` entries on the last stage's tp rank 0, zeros elsewhere.
         """

@@ -1,4 +1,4 @@
-"""Packs a step's numbers into one vector, reads them on the host, and explains a step that updated nothing."""
+"""Packs a step's numbers, reads them on the host, and explains skipped updates."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,9 @@ SKIPS: tuple[Skip, ...] = get_args(Skip)
 
 
 def skip_code(*reasons: torch.Tensor) -> torch.Tensor:
-    """Compute the index in `SKIPS` of the last reason that applies (0: none).
+    """Compute the index in `SKIPS` of the last reason that applies.
+
+    Index 0 means no reason.
 
     Args:
         reasons: bool scalars on the device, one for each of `SKIPS[1:]`.
@@ -37,29 +39,29 @@ def skip_code(*reasons: torch.Tensor) -> torch.Tensor:
 
 
 def pack(numbers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Pack numbers with any shape and dtype into one float64 vector on their device; `unpack` returns them by name."""
+    """Pack named tensors with any shape and dtype into one float64 vector."""
     return torch.cat([each.flatten().to(AGREEMENT_DTYPE) for each in numbers.values()])
 
 
 def unpack(vector: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split a packed vector (on the device or on the host) into parts with the names and shapes in `like`."""
+    """Split a packed vector into parts with the names and shapes in `like`."""
     parts = vector.split([each.numel() for each in like.values()])
     return {name: part.view(each.shape) for (name, each), part in zip(like.items(), parts, strict=True)}
 
 
 class BatchLosses(NamedTuple):
-    """Losses of one global batch in float64 on the device, and their divisors.
+    """Losses of one global batch, with the label counts that give their divisors.
 
         loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
 
     D is the number of multi-token prediction layers (`engine/config/mtp.py`), s the sequence length. Lk is the loss summed over the
-    counted labels k tokens beyond the next one. Only s - k labels of a row can count for Lk, so the divisor nk is the number of
-    counted labels times s / (s - k). If no label is masked, every nk is the nominal token count, batch size x s (2412.19437,
-    equation 24). A router chooses for every token, counted or not, so router losses are divided by the nominal token count
-    (`engine/expert_parallel/routing.py`).
+    counted labels k tokens beyond the next one. Only s - k labels of a row can count for Lk. So the divisor nk is the number of
+    counted labels times s / (s - k). Without masked labels, every nk is the nominal token count, batch size x s (2412.19437,
+    equation 24). A router chooses for every token, counted or not, so its loss is divided by the nominal token count.
 
     Attributes:
-        sums: [L0, L1 x loss_weight / D, .., LD x loss_weight / D] of this rank; zeros except on the last stage's tp rank 0.
+        sums: [L0, L1 x loss_weight / D, .., LD x loss_weight / D] of this rank, in float64 on the device. Zeros except on the last
+            stage's tp rank 0.
         labels: number of counted labels in the global batch for each of L0 .. LD, [1 + D].
     """
 
@@ -72,7 +74,7 @@ LEAST_LABELS = 1e-6
 
 
 def loss_divisors(num_labels: torch.Tensor, seq_length: int) -> torch.Tensor:
-    """Compute the divisors n0 .. nD in `BatchLosses` from the numbers of counted labels, [1 + D]; each at least `LEAST_LABELS`."""
+    """Compute the divisors n0 .. nD of `BatchLosses` from its label counts [1 + D]. Each divisor is at least `LEAST_LABELS`."""
     in_a_row = torch.arange(
         seq_length, seq_length - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device
     )
@@ -86,12 +88,12 @@ class StepResult:
     Attributes:
         loss: loss per token, in nats.
         grad_norm: global gradient norm, before clipping, without the loss scale.
-        num_tokens: number of counted labels in the global batch, or the sum of their weights; at 0 the step has updated nothing.
+        num_tokens: number of counted labels in the global batch, or the sum of their weights.
         flags: number of ranks that raised each flag.
         skip: reason why the step updated nothing; "" if it did update.
         why: explanation of `skip` with its numbers; "" for an update, an fp16 overflow or a batch without labels.
         load: number of tokens in the global batch that chose each expert, a tuple per layer with experts; () without experts.
-        dropped: number of token rows that found no room in their experts' buffers; if it is above 0, the step has diverged.
+        dropped: number of token rows without room in their experts' buffers; any such row makes the step diverge.
         ahead: multi-token-prediction loss per token, at each distance beyond the next token.
         loss_scale: loss scale in the backward; None if the dtype needs none.
     """
@@ -176,7 +178,7 @@ class PendingResult:
         return f"{sums} finite, but those of a step before were not"
 
     def wait(self) -> StepResult:
-        """Read the step's result; raise if the step diverged. A step skipped for another reason (`Skip`) raises nothing.
+        """Read the step's result, and raise an error if the step diverged.
 
         Raises:
             DivergenceError: this step or an earlier one has diverged; raised on every rank. No weight has changed since.
@@ -188,7 +190,12 @@ class PendingResult:
 
 
 def losses_ahead(sums: torch.Tensor, divisors: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
-    """Compute the multi-token-prediction loss per token [D] from L1 .. LD x loss_weight / D and n1 .. nD (`BatchLosses`)."""
+    """Compute the multi-token-prediction loss per token, [D].
+
+    Args:
+        sums: L1 .. LD, each times loss_weight / D (`BatchLosses`).
+        divisors: n1 .. nD.
+    """
     return sums if mtp is None else sums * (mtp.num_layers / mtp.loss_weight) / divisors
 
 

@@ -1,4 +1,4 @@
-"""Queues steps whose numbers the host has not read yet; defines the request to roll back."""
+"""Queues steps until the host reads their numbers, and defines the rollback request."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -23,7 +23,10 @@ class FinishedStep:
 
 
 class StepsInFlight:
-    """Queue of posted, unread steps; the host reads a step only after it has posted the next one, so a GPU always has work."""
+    """Queue of posted steps that the host has not read yet.
+
+    The host reads a step after it has posted the next one, so a GPU always has work.
+    """
 
     def __init__(self) -> None:
         self._posted: deque[tuple[int, float, PendingResult]] = deque()
@@ -32,9 +35,9 @@ class StepsInFlight:
         self._posted.append((step, lr, result))
 
     def read(self, stop: StopRequest, *, newest: bool) -> list[FinishedStep]:
-        """Read every posted step but the newest. If `newest` is set, or all ranks have agreed to stop, read the newest too.
+        """Read every posted step but the newest.
 
-        Every rank reads the same steps here, because a step's sums, agreed stops included, are the same on all ranks.
+        The newest is read too if `newest` is set or all ranks have agreed to stop. Every rank reads the same steps.
         """
         finished = []
         while len(self._posted) > 1 or (self._posted and (newest or stop.agreed is not None)):
@@ -46,10 +49,11 @@ class StepsInFlight:
 
 
 class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
-    """Request to roll back to a checkpoint from before step number `step` (from 0); raised on every rank at once.
+    """Request to roll back to a checkpoint, raised on every rank at once.
 
     Attributes:
-        samples: sample-id range [first, stop) to leave out from then on.
+        step: step number, from 0; the checkpoint must be from before this step.
+        samples: range [first, stop) of the sample ids to leave out from now on.
         why: error text for a run that may not roll back again.
     """
 

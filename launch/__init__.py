@@ -1,1 +1,1 @@
-"""The composition root: the commands that people type, and the only package that knows both the engine and the models."""
+"""Holds the commands that people type; only this package knows both the engine and the models."""

@@ -1,10 +1,10 @@
-"""The `triaxis` command: finds the subcommand's module, parses its arguments, and prints readable errors.
+"""Runs the `triaxis` command: parses a subcommand's arguments and prints readable errors.
 
     triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py (`_` for `-`): add_arguments(parser), run(args) -> int
 
-Only the requested command's module is imported, so `triaxis --help` costs no more than starting Python.
-Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the
-others are in engine/errors.py. A traceback means a bug of ours.
+Only the requested command's module is imported, so `triaxis --help` is fast. Exit codes: 0 done; 2 a mistake in what was typed or
+configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the others are in engine/errors.py. A traceback means a bug
+of ours.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def command_parser(command: Command) -> "CommandParser":
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code; `argv` excludes the program's name."""
+    """Run one command line without the program's name, and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         name = _chosen_and_flushed(arguments)
@@ -142,7 +142,7 @@ def _without_output(code: int) -> int:
 
 
 def _chosen_and_flushed(arguments: Sequence[str]) -> str:
-    """Run `_chosen` and flush the text of --help here, because a failed write at exit could not be handled."""
+    """Run `_chosen` and flush the text of --help, because a failed write at exit could not be handled."""
     try:
         return _chosen(arguments)
     finally:
@@ -158,7 +158,7 @@ def _chosen_and_flushed(arguments: Sequence[str]) -> str:
 
 
 def _chosen(arguments: Sequence[str]) -> str:
-    """Return the subcommand that the first argument names; exit after help or --version, or with a usage error."""
+    """Return the subcommand that the first argument names. Exit after help or --version, or with a usage error."""
     listed = [
         line
         for title, group in GROUPS.items()
@@ -204,7 +204,7 @@ def _show_versions() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print an error that the user or the environment caused, with no traceback; anything else is a bug and is raised again."""
+    """Print an error that the user or the environment caused, without a traceback. Any other error is raised again."""
     from triaxis.launch.start.process.broken_environment import named_environment
 
     if (cause := named_environment(error)) is not None:

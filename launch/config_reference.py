@@ -1,9 +1,9 @@
-"""Generate the configuration reference: every field with its type, default, rule on resume and meaning.
+"""Generates the configuration reference, in which every field is an entry.
 
-    triaxis config explain train.micro_batch_size   ->   its entry
-    docs/config.md                                  ->   all of them, as `to_markdown` writes them
+    triaxis config explain train.micro_batch_size   ->   one entry
+    docs/config.md                                  ->   all entries, as `to_markdown` writes them
 
-Everything is read from the sections' own fields, so an entry cannot differ from what the configuration accepts.
+Everything is read from the sections' own fields.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,12 +52,12 @@ class Entry:
 
     Attributes:
         name: dotted name, such as `train.steps`.
-        section: dotted name of the section that has it.
+        section: dotted name of the field's section.
         type: type and legal values, such as `integer, 1 to 16, or null`.
         default: default as YAML; `required` if there is none.
         resume: `free`, `accept` or `fixed`, with the condition if there is one.
         meaning: meaning and unit.
-        variable: environment variable that sets it; "": none does.
+        variable: environment variable that sets the field; "": none does.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """List every field of the configuration, section by section; a section's own fields precede its subsections'."""
+    """List every field of the configuration. A section's own fields precede its subsections' fields."""
     return list(_entries(Config, ""))
 
 
@@ -82,7 +82,7 @@ def chosen(name: str) -> list[Entry]:
     """Return the field `name`, or every field of the section `name`.
 
     Raises:
-        ConfigError: there is no such field or section; the message has the name that was probably meant.
+        ConfigError: there is no such field or section; the message suggests a similar name.
     """
     found = [one for one in entries() if one.name == name or f"{one.name}.".startswith(f"{name}.")]
     if not found:
@@ -166,7 +166,7 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
-    """Return the bounds of a number, such as ` from 1 to 16` or ` > 0, < 1`."""
+    """Return a number's bounds in words, as ` from 1 to 16` or ` > 0, < 1`."""
     limits = {
         word: limit
         for one in metadata

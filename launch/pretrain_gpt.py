@@ -1,15 +1,14 @@
-"""One rank of a training run: assembles a GPT, its data and its telemetry, and trains.
+"""Runs one rank of a training run: assembles a GPT, its data and its telemetry, and trains.
 
     PYTHONSAFEPATH=1 torchrun --nproc-per-node 8 --module triaxis.launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
 
-`launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. It is the only module that uses engine, models and
-telemetry together:
+`launch/pretrain_gpt.sh` starts this module, and so does srun with one task per GPU. These functions begin in this order:
 
-    main       config -> process group -> run directory -> this rank's log     rank/join.py, rank/directory.py
-    _train     datasets, engine, telemetry: the `_Attempt`; its exit code      engine/train.py
-    _begin     banner; the checkpoint to resume, or initial weights            rank/banner.py, engine/checkpoint/resume.py
-    _loop      guard, heartbeat and watchers around the loop                   rank/watchers.py, rank/hang_watch.py
-    _report    the end of the run                                              rank/sample_text.py
+    main       joins the process group, opens the run directory and this rank's log      rank/join.py, rank/directory.py
+    _train     builds the engine and opens the telemetry                                 engine/train.py
+    _begin     shows the banner, and loads a checkpoint or the initial weights           rank/banner.py, engine/checkpoint/resume.py
+    _loop      trains to the last step or a stop, with guard, heartbeat and watchers     rank/watchers.py, rank/hang_watch.py
+    _report    reports the end of the run                                                rank/sample_text.py
 """
 
 import os
@@ -114,13 +113,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def is_first_start(environment: RankEnvironment) -> bool:
-    """Whether no launcher, nor SLURM, has started this command before."""
+    """Whether neither a launcher nor SLURM has started this command before."""
     return not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
 
 
 @contextmanager
 def _printing_errors() -> Iterator[None]:
-    """Print an exception while this rank's log still receives output, and raise `ExplainedError` in its place."""
+    """Print an exception while this rank's log still receives output, and raise `ExplainedError` instead."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -130,11 +129,11 @@ def _printing_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What one rank's attempt to train works with: engine, data, telemetry, watchers.
+    """The parts of one rank's attempt to train: engine, data, telemetry, watchers.
 
     Attributes:
         held_before: this process's peak memory before its engine was built, in bytes.
-        explaining: function that opens a context, given the running engine; inside it a memory error becomes a readable one.
+        explaining: function (engine) -> context in which a memory error becomes a readable error.
         way_out: time limit for closing after an error.
     """
 
@@ -273,7 +272,7 @@ def _read_again(datasets: Datasets, config: Config) -> list[ReadAgain]:
 
 
 def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoints: CheckpointSaver) -> Stop | None:
-    """Train to the last step or a stop, and report the end; return why the run stopped."""
+    """Train to the last step or a stop, and report the end. Return why the run stopped, or None."""
     engine, directory, telemetry, watchers = attempt.engine, attempt.directory, attempt.telemetry, attempt.watchers
     config, history, datasets, trouble = engine.config, facts.history, attempt.datasets, TroubleNotices(telemetry)
     hang_watch = open_hang_watch(engine, watchers.heartbeat, directory, telemetry)
@@ -317,7 +316,7 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
 def _report(
     attempt: _Attempt, observer: TrainingObserver, stopped: Stop | None, consumed_samples: int, seconds: float
 ) -> None:
-    """Report the end of the run, after `seconds` of training; a finished run also writes its sample text."""
+    """Report the end of the run, after `seconds` of training. A finished run also writes its sample text."""
     engine, directory, telemetry, valid = attempt.engine, attempt.directory, attempt.telemetry, attempt.datasets.valid
     config, plan, loss, val_loss = engine.config, engine.plan, observer.loss, observer.val_loss
     telemetry.flush()
@@ -344,7 +343,7 @@ def _report(
 
 @contextmanager
 def _summarizing(telemetry: Telemetry) -> Iterator[None]:
-    """Report why a part of the summary is missing: the run is finished and saved, so the error does not fail it."""
+    """Report an error as a missing part of the summary of a finished run."""
     try:
         yield
     except (DataError, ModelError, OSError) as error:

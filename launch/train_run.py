@@ -1,4 +1,4 @@
-"""Train by a function call: in a script that torchrun starts, or in one process, such as a notebook."""
+"""Trains by a function call, under torchrun or in one process such as a notebook."""
 
 import os
 import tempfile
@@ -37,7 +37,7 @@ class TrainedRun:
 def train(
     config: str | Path | Config, overrides: Sequence[str] = (), *, extension: str | Path | None = None
 ) -> TrainedRun:
-    """Train as `triaxis train` does, on the available ranks: torchrun's, or this process alone. Every rank calls it.
+    """Train as `triaxis train` does, on torchrun's ranks or in this process alone. Every rank calls it.
 
     Args:
         config: path, name of a shipped configuration, or result of `load_config`.

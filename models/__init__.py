@@ -1,1 +1,1 @@
-"""Models: a GPT cut into pipeline chunks and tensor-parallel shards, built on the engine's parallel layers."""
+"""A GPT cut into pipeline chunks and tensor-parallel shards, and what belongs to it."""

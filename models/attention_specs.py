@@ -1,17 +1,18 @@
-"""List the parameters from which queries, keys and values are computed; `models/specs.py` lists all others.
+"""List the parameters from which queries, keys and values are computed.
 
-Latent attention (`engine/config/mla.py`) has the parameters below instead of q.weight and kv.weight. r_q and r_kv are the sizes of
-the query latent and of the key/value latent; h is the hidden size. Each query and key head has dr + dn elements, of which RoPE
-rotates dr; each value head has dv.
+`models/specs.py` lists all others. Latent attention (`engine/config/mla.py`) has these instead of q.weight and kv.weight:
 
-    layers.N.attention.q_a.weight        [r_q, h]            whole on every tp rank, like kv_a and both norms
-    layers.N.attention.kv_a.weight       [r_kv + dr, h]      rows for the latent, then rows for the rotated key
-    layers.N.attention.{q,kv}_a_norm.weight [r_q], [r_kv]
+    layers.N.attention.q_a.weight        [r_q, h]            whole on every tp rank
+    layers.N.attention.kv_a.weight       [r_kv + dr, h]      whole on every tp rank: rows of the latent, then of the rotated key
+    layers.N.attention.{q,kv}_a_norm.weight [r_q], [r_kv]    whole on every tp rank
     layers.N.attention.q_b.weight        [heads, dr + dn, r_q]   heads cut over tp
     layers.N.attention.kv_b.weight       [heads, dn + dv, r_kv]  heads cut over tp
 
-If there is no query latent, q.weight [heads, dr + dn, h] replaces q_a, its norm and q_b. The output projection reads heads with
-size dv: proj.weight [h, heads, dv].
+h is the hidden size. r_q and r_kv are the sizes of the query latent and of the key/value latent. A query or key head has dr + dn
+elements, of which RoPE rotates dr. A value head has dv elements.
+
+If there is no query latent, q.weight [heads, dr + dn, h] replaces q_a, its norm and q_b. The output projection is
+proj.weight [h, heads, dv].
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from triaxis.engine.layout.shard_spec import Init, ParamSpec
 
 
 def heads_specs(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
-    """List a layer's parameters between its first norm and its output projection; `at` is the prefix of their names."""
+    """List a layer's parameters between its first norm and its output projection. `at` is the prefix of their names."""
     yield from _qkv(model, at) if model.mla is None else _through_latents(model, model.mla, at)
     if model.layer_kind(layer).sinks:
         initial = Init("normal", model.init_std)
@@ -74,5 +75,5 @@ def _qk_norms(model: ModelConfig, at: str) -> Iterator[ParamSpec]:
 
 
 def initial_gain(model: ModelConfig) -> Init:
-    """Choose the value that a norm's weight starts with, so that its gain is 1: zeros if the norm stores gain - 1, else ones."""
+    """Choose the initial value of a norm's weight so that its gain is 1."""
     return Init("zeros" if model.norm_kind.offset else "ones")

@@ -1,7 +1,7 @@
-"""Maximal update parametrization (muP): learning rates that carry over between widths (2203.03466).
+"""Carry learning rates over between model widths, by maximal update parametrization.
 
-A narrow base model was tuned: it trains well with the initial standard deviation `std` and the learning rate `lr`. A model that is
-m = hidden_size / base_hidden_size times as wide needs these values (Adam; table 8 of the paper, with an output multiplier):
+Source: 2203.03466 (muP). A narrow base model trains well with the initial standard deviation `std` and the learning rate `lr`. A
+model m = hidden_size / base_hidden_size times as wide needs these values with Adam (table 8 of the paper):
 
                       initial std    learning rate    factor in the forward
     word embedding    std            lr               1
@@ -12,13 +12,12 @@ m = hidden_size / base_hidden_size times as wide needs these values (Adam; table
 Attention's logits are q . k sqrt(base_head_dim) / head_dim.
 
 Here all matrices of a model share one initial std, so embedding and head start with std / sqrt(m) too. To make up for it, their
-learning rate is lr / sqrt(m) and their outputs are multiplied by sqrt(m). Adam's training does not change if a factor moves from
-initial weights and learning rate to the forward in this way (section 2 of the paper: abc-parametrizations). The head's factor in
-the forward is thus sqrt(m) / m = 1 / sqrt(m), whether it is tied or not. All of these are ordinary config fields, so the engine
-has nothing specific to muP.
+learning rate is lr / sqrt(m) and their outputs are multiplied by sqrt(m). Adam trains the same model if a factor moves from initial
+weights and learning rate to the forward (section 2 of the paper). The head's factor in the forward is thus sqrt(m) / m = 1 /
+sqrt(m), whether it is tied or not.
 
 AdamW multiplies weight decay by the learning rate. Each group's decay grows as its learning rate falls, so that decay x learning
-rate equals the base model's (2309.14322). Adam's eps does not change; it should be small compared with the gradients.
+rate equals the base model's (2309.14322). Adam's eps does not change. It should be small compared with the gradients.
 """
 
 import math
@@ -36,15 +35,17 @@ ENDS = ("embedding.word.weight", "head.weight")
 
 
 def mup_fields(config: Config, base_hidden_size: int, base_head_dim: int | None = None) -> dict[str, Any]:
-    """Compute config fields, by dotted name, with which a model trains like a narrower base model.
+    """Compute config fields with which a model trains like a narrower base model.
+
+    The keys are dotted names.
 
     Args:
         config: config of the model to train; lr, init_std and weight_decay have the base model's values.
         base_hidden_size: hidden size of the base model.
-        base_head_dim: head size of the base model; None: it is the same as here, so attention's scale stays 1 / sqrt(head_dim).
+        base_head_dim: head size of the base model; None: the same as here, so attention's scale stays 1 / sqrt(head_dim).
 
     Raises:
-        ConfigError: the config has settings that the rules do not cover; the error lists them all.
+        ConfigError: the rules do not cover some settings of the config.
     """
     if found := list(_problems(config, base_hidden_size)):
         raise ConfigError(found)
@@ -84,9 +85,10 @@ def _problems(config: Config, base_hidden_size: int) -> Iterator[str]:
 
 
 def _groups(specs: Sequence[ParamSpec], width: float, weight_decay: float) -> list[GroupFields]:
-    """Build `optimizer.groups`: vectors keep the learning rate lr, the matrices in ENDS get lr / sqrt(m), all others lr / m.
+    """Build `optimizer.groups` for a model m = `width` times as wide as its base.
 
-    m is `width`. A group's weight decay grows as its learning rate falls, so their product does not change.
+    Vectors keep the learning rate lr. Matrices in ENDS get lr / sqrt(m), all others lr / m. A group's weight decay grows as its
+    learning rate falls.
     """
     root = math.sqrt(width)
     vectors = dict.fromkeys(_pattern(spec.name) for spec in specs if not spec.decay)

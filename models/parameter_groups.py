@@ -16,7 +16,7 @@ class GroupedParameter:
     """A parameter with its group.
 
     Attributes:
-        number: index of the parameter's group in `optimizer.groups`, from 0; None: none matches, or it never has gradients.
+        number: index of the parameter's group in `optimizer.groups`, from 0; None: no group matches, or it never has gradients.
         rule: learning-rate factor and weight decay of its updates; None: the parameter is not trained.
         is_frozen: True if the group freezes the parameter.
     """
@@ -42,9 +42,10 @@ def _grouped(spec: ParamSpec, optimizer: OptimizerConfig) -> GroupedParameter:
 
 
 def groups_have_parameters(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each `optimizer.groups` entry that changes no parameter, and one problem if all parameters are frozen.
+    """Yield a problem for each `optimizer.groups` entry that changes no parameter.
 
-    This rule applies only when a run is started or checked, because rules in `triaxis.engine.config` cannot read parameter names.
+    Yield one more if all parameters are frozen. Rules in `triaxis.engine.config` cannot read parameter names, so this rule applies
+    only when a run is started or checked.
     """
     config = subject.config
     if not config.optimizer.groups:

@@ -1,4 +1,4 @@
-"""List the configuration rules that apply only when a run is started, or checked as if it were."""
+"""List the configuration rules that apply only to a run that is started or checked."""
 
 from triaxis.engine.config.extension_section import given_is_chosen
 from triaxis.engine.config.section import Rule

@@ -1,8 +1,7 @@
-"""A GPT as a list of parameter specs: names, shapes, cuts, initial values.
+"""List a GPT's parameters, with shapes, cuts and initial values.
 
-Modules, the parameter count, initialisation, predictions and checkpoints are built from this list, so a parameter has
-one name and one shape everywhere. The table gives each parameter's name in layer N, its shape, and how tensor parallelism cuts it.
-Symbols: h is the hidden size, d the head size, f the MLP's width, V the vocabulary size, S the sequence length.
+Each row has a parameter's name in layer N, its shape, and how tensor parallelism cuts it. Symbols: h is the hidden size, d the head
+size, f the MLP's width, V the vocabulary size, S the sequence length.
 
     embedding.word.weight                [V, h]              rows cut (padded to vocab_multiple); if tied, the head reads it too
     embedding.position.weight            [S, h]              learned positions only
@@ -12,7 +11,8 @@ Symbols: h is the hidden size, d the head size, f the MLP's width, V the vocabul
     layers.N.attention.kv.weight         [2, kv_heads, d, h] heads cut; each is on several ranks if kv_heads < tp
     layers.N.attention.{q,kv}.bias       [heads, d], [2, kv_heads, d]
     layers.N.attention.sinks             [heads]             heads cut; only in layers whose kind has sinks
-    layers.N.attention.{q,k}_norm.weight [d]                 with QK-norm; if over all heads: [heads, d], [kv_heads, d], cut
+    layers.N.attention.{q,k}_norm.weight [d]                 with QK-norm of each head
+                                  [heads, d], [kv_heads, d]  with QK-norm over all heads; heads cut
     layers.N.attention.proj.weight       [h, heads, d]       input heads cut (row parallel)
     layers.N.attention.proj.bias         [h]
     layers.N.mlp.{norm,post_norm}.{weight,bias} [h]
@@ -22,9 +22,10 @@ Symbols: h is the hidden size, d the head size, f the MLP's width, V the vocabul
 
 In layers with E experts, each f_e wide, these replace up, gate_up and down:
 
-    layers.N.mlp.router.weight           [E, h]              whole on every rank; each rank routes only its own tokens
+    layers.N.mlp.router.weight           [E, h]              whole on every rank
     layers.N.mlp.router.bias             [E]                 added to scores when experts are chosen; has no gradient
-    layers.N.mlp.experts.up.weight       [E, f_e, h]         experts cut over ep, rows over etp; gated: gate_up [E, 2, f_e, h]
+    layers.N.mlp.experts.up.weight       [E, f_e, h]         if not gated; experts cut over ep, rows over etp
+    layers.N.mlp.experts.gate_up.weight  [E, 2, f_e, h]      if gated; experts cut over ep, dim 2 over etp
     layers.N.mlp.experts.down.weight     [E, h, f_e]         experts cut over ep, columns over etp
     layers.N.mlp.shared.*                                    an MLP f_e x (number of shared experts) wide, cut over tp
 
@@ -32,7 +33,7 @@ Multi-token prediction layers continue the layer numbers. They have an ordinary 
 
     layers.N.mtp.embedding_norm.*        [h]                 norm of the embedding of a token ahead
     layers.N.mtp.hidden_norm.*           [h]                 norm of the previous layer's hidden states
-    layers.N.mtp.projection.weight       [h, 2 h]            whole on every rank; each rank projects only its own tokens
+    layers.N.mtp.projection.weight       [h, 2 h]            whole on every rank
     layers.N.mtp.norm.*                  [h]                 norm between this layer and the head
 
 After the model's own layers:
@@ -57,7 +58,7 @@ from triaxis.models.attention_specs import heads_specs, initial_gain
 
 
 class StageContents(Protocol):
-    """A pipeline stage's contents (`triaxis.engine.layout.partition.StageLayers`)."""
+    """A pipeline stage's contents, as in `triaxis.engine.layout.partition.StageLayers`."""
 
     @property
     def layers(self) -> range: ...
@@ -85,8 +86,8 @@ def num_parameters(model: ModelConfig) -> int:
 def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ...]:
     """List one pipeline stage's parameters in forward order.
 
-    The word embedding is on the first stage. The last stage holds it too if the head is tied to it, or if multi-token prediction
-    embeds tokens there.
+    The word embedding is on the first stage. The last stage also holds it if the head is tied, or if multi-token prediction embeds
+    tokens there.
     """
     specs: list[ParamSpec] = []
     if stage.has_embedding:
@@ -129,7 +130,7 @@ def attention_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
 
 
 def mlp_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
-    """List the parameters in a dense layer's MLP by their names inside it, such as `down.weight`."""
+    """List a dense layer's MLP parameters by their names inside it, such as `down.weight`."""
     return _mlp(model, "", model.ffn_size)
 
 
@@ -161,9 +162,9 @@ def _block(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
 
 
 def _residual(model: ModelConfig) -> Init:
-    """Initialise a projection whose output is added to the residual stream: std / sqrt(2 * layers), as in GPT-2.
+    """Initialise a projection that adds to the residual stream.
 
-    2 * layers is the number of such additions in a forward.
+    std / sqrt(2 * layers), as in GPT-2, for the 2 * layers additions in a forward.
     """
     return Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
 
@@ -177,7 +178,7 @@ def _attention(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
 
 
 def up_name(model: ModelConfig) -> str:
-    """Name of an MLP's first projection: `gate_up` if the activation is gated, else `up`."""
+    """Name of an MLP's first projection, `gate_up` if gated, else `up`."""
     return "gate_up" if model.activation_kind.is_gated else "up"
 
 
@@ -236,7 +237,7 @@ def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> Par
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[ParamSpec]:
-    """List the parameters of a norm over h, built in or an extension's; `name` is the norm's name."""
+    """List the parameters of the norm over h named `name`."""
     if model.own.norm is not None:
         yield from within(f"{name}.", model.own.norm.specs(model))
         return

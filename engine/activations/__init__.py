@@ -1,1 +1,1 @@
-"""Keeps, recomputes or moves to host memory the activations between forward and backward."""
+"""Decides what happens to activations between forward and backward: kept, recomputed, or moved to host memory."""

@@ -5,10 +5,9 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 def run_backward(output: torch.Tensor | GradientEdge, grad: torch.Tensor) -> None:
-    """Run `torch.autograd.backward(output, grad)` without its Python checks; the C++ engine checks the shape again.
+    """Run `torch.autograd.backward(output, grad)` without its Python checks.
 
-    The Python checks import sympy for symbolic shapes, which this project does not use. In each rank's first step, the import costs
-    half a second on one core and 34 MiB (torch 2.13).
+    Those checks import sympy, which costs half a second and 34 MiB in each rank's first step (torch 2.13).
 
     Args:
         output: the forward's result, or its edge in the autograd graph.

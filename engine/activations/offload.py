@@ -3,10 +3,9 @@
     device   | layer 0 | layer 1       | layer 2 ...      backward: | layer 2       | layer 1       | layer 0 |
     copies             | 0 -> host     | 1 -> host                  | host -> 1     | host -> 0     |
 
-On a GPU, all copies run on one side stream, which waits for the work posted earlier on the compute stream. The compute stream waits
-for the copies at `let_go` and `arrived`; the host never waits. A host buffer can be reused at once, because its next copy follows
-the last one on the side stream. Device memory is freed only after the compute stream has waited for the copy. On a CPU, a copy is
-done when it is posted.
+On a GPU, all copies run on one side stream. A copy waits for the work posted earlier on the compute stream. The compute stream
+waits for the copies at `let_go` and `arrived`; the host never waits. Device memory is freed only after the compute stream has
+waited for the copy. On a CPU, a copy is done when it is posted.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +27,11 @@ class CopyLane(Protocol):
     """A way to run copies between host and device."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        """Copy each (destination, source) pair after all work that is already posted on the compute stream."""
+        """Copy each (destination, source) pair after all compute work posted so far."""
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Make later compute work wait for the copies of the `post` that returned `mark`."""
+        """Make later compute work wait for the copies that `mark` stands for."""
         ...
 
 
@@ -63,7 +62,7 @@ class SideStream:
 
 
 class InPlace:
-    """A copy lane for a CPU; `post` copies at once."""
+    """A copy lane for a CPU, on which `post` copies at once."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
         for destination, source in copies:
@@ -76,7 +75,7 @@ class InPlace:
 
 @dataclass(slots=True, eq=False)
 class OffloadedStorage:
-    """One storage's elements, in order, on the device or in host memory.
+    """The elements of one storage, on the device or in host memory.
 
     Attributes:
         tensor: device copy; None while only the host holds the elements.
@@ -88,7 +87,7 @@ class OffloadedStorage:
 
 
 class HostMemory:
-    """Host buffers for activations, kept by size and reused; on a GPU they are page-locked.
+    """Host buffers for activations, kept by size and reused.
 
     Args:
         device: the activations' device.
@@ -96,8 +95,7 @@ class HostMemory:
         page_lock: lock for the buffers' pages; None: the device's default.
 
     Attributes:
-        making: function that returns a context, which is entered while a buffer is taken from the pool. Memory accounting sets it;
-            only the first step allocates buffers.
+        making: function () -> context that is open while a buffer is taken from the pool; memory accounting sets it.
         pool: the buffers.
     """
 
@@ -118,16 +116,13 @@ class HostMemory:
         return self.lane.post(copies)
 
     def let_go(self, moved: Sequence[OffloadedStorage], mark: Mark) -> None:
-        """Free the device tensors; later compute work first waits for the copies of the `send` that returned `mark`."""
+        """Free the device tensors. Later compute work first waits for the copies of `send`."""
         self.lane.wait(mark)
         for each in moved:
             each.tensor = None
 
     def fetch(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies back to the device, and return their mark.
-
-        Use the device tensors only after `arrived`. The host buffers return to the pool at once.
-        """
+        """Post the copies back to the device, and return their mark. Use the device tensors only after `arrived`."""
         copies = []
         for each in moved:
             assert each.buffer is not None and each.tensor is None
@@ -139,7 +134,7 @@ class HostMemory:
         return self.lane.post(copies)
 
     def arrived(self, mark: Mark) -> None:
-        """Make later compute work wait for the copies of the `fetch` that returned `mark`."""
+        """Make later compute work wait for the copies of `fetch`."""
         self.lane.wait(mark)
 
     @property

@@ -1,10 +1,9 @@
-"""Recomputation of activations in the backward ("activation checkpointing"; in this project a checkpoint is a file).
+"""Recomputes activations in the backward, which others call "activation checkpointing".
 
-`recompute(function, *tensors)` keeps only the tensors. The backward runs the whole function again, with all its collectives;
-torch's own utility stops the replay early, so it would skip the last collective. Random state needs no replay, because dropout is a
-hash of sample and position.
+`recompute(function, *tensors)` keeps only the tensors. The backward runs the whole function again, with all its collectives. Random
+state needs no replay, because dropout is a hash of sample and position.
 
-The function may use parameters: their gradients go to main grads, never through autograd.
+The function may use parameters. Their gradients go to main grads, never through autograd.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,9 +41,10 @@ class _Recompute(torch.autograd.Function):
 
 
 def watch_replay(node: Node, watch: Callable[[Sequence[torch.Tensor], torch.Tensor], None]) -> None:
-    """If `recompute` created the node, call `watch(inputs, output)` when the backward replays the node's function.
+    """Call `watch(inputs, output)` when the backward replays the node's function.
 
-    The replay records the autograd graph of `output`, which the forward did not record. Other nodes are left as they are.
+    The replay records the autograd graph of `output`, which the forward did not record. Nodes that `recompute` did not create are
+    ignored.
     """
     # The type's name, not `node.name()`: a function that sets `ctx.name` hides the method.
     if type(node).__name__ != f"{_Recompute.__name__}Backward":

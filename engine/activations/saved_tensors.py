@@ -1,7 +1,4 @@
-"""The default policy for tensors that autograd saves: each is kept.
-
-`saving_hooks.py` recomputes some, or moves them to host memory.
-"""
+"""The default policy for tensors that autograd saves: each is kept."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -20,11 +17,11 @@ ATTENTION = "attention"
 
 
 def unobserved(tensor: torch.Tensor) -> None:
-    """Ignore the tensor; this is the observer in runs without memory accounting."""
+    """Ignore the tensor. This is the observer in runs without memory accounting."""
 
 
 class SavedTensors:
-    """The policy for one rank's model chunks: every saved tensor is kept.
+    """The policy that keeps every saved tensor of one rank's model chunks.
 
     Attributes:
         parts: names of the parts to recompute.
@@ -45,7 +42,7 @@ class SavedTensors:
         whole: bool = False,
         shared: Iterable[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Run `function(x)` with its saved tensors treated by this policy. Call layers in order, then `end_chunk`.
+        """Run `function(x)`, and treat its saved tensors by this policy. Call layers in order, then `end_chunk`.
 
         Args:
             function: a layer, or several that are recomputed together.
@@ -58,13 +55,13 @@ class SavedTensors:
         return function(x)
 
     def end_chunk(self, output: torch.Tensor) -> torch.Tensor:
-        """Call this after a chunk's last layer, with its output; returns the same output."""
+        """End a chunk after its last layer, and return the given output."""
         return output
 
     def recomputed(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap `function` without changing its result.
 
-        If `part` is recomputed, autograd saves the function and its inputs instead of the result, and recomputes the result.
+        If `part` is recomputed, autograd saves the function and its inputs instead of the result.
         """
         return function
 
@@ -76,9 +73,9 @@ class SavedTensors:
         return function
 
     def makes_again(self, part: str) -> bool:
-        """Whether the layer whose forward is running will recompute `part`; False during the replay of a whole layer."""
+        """Whether the running layer will recompute `part`. False during the replay of a whole layer."""
         return False
 
     def once(self, function: Callable[[], Result]) -> Result:
-        """Run `function` and return its result; the replay of a whole layer returns the forward's result instead."""
+        """Run `function` and return its result. The replay of a whole layer returns the forward's result instead."""
         return function()

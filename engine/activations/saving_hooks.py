@@ -1,18 +1,16 @@
-"""The policy that keeps, recomputes or moves to host memory each tensor that autograd saves.
+"""Keeps, recomputes or moves each tensor that autograd saves.
 
 Until the backward, autograd holds one of these in place of a saved tensor:
 
     kept         the tensor itself.
-    recomputed   a cheap function (a norm, an activation) and its inputs; it runs once in the backward for all users of its result.
-    moved        a place in host memory (`engine/activations/offload.py`): the tensor leaves while the next layer is computed,
-                 and comes back during that layer's backward.
+    recomputed   a cheap function (a norm, an activation) and its inputs; the function runs once in the backward.
+    moved        a place in host memory; the tensor leaves during the next layer's forward and returns during that layer's backward.
 
-One pair of hooks decides (`torch.autograd.graph.saved_tensors_hooks`), for torch's operators and our own functions alike. The unit
-is a storage, so several views into it count as one. A recomputed function's inputs are saved by the same rule, so chains are
-recomputed from their first kept or moved tensor.
+The unit is a storage, so several views into it count as one. A recomputed function's inputs are saved by the same rule. So chains
+are recomputed from their first kept or moved tensor.
 
 Recomputed functions must give the same bits and must not communicate. Whole layers do communicate, so `recompute` replays them.
-Some results inside a layer must not be computed twice, such as the choice of experts: `once` keeps those for the replay.
+`once` keeps results that a replay must not compute again, such as the choice of experts.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -34,13 +32,13 @@ Function = Callable[..., torch.Tensor]
 
 
 class SavingHooks(SavedTensors):
-    """The policy for a run that recomputes some saved tensors, or moves some to the host.
+    """The policy for a run that recomputes or moves some saved tensors.
 
     Args:
         parts: names of the parts to recompute.
         host: host memory for moved tensors, or None if none is moved.
         min_bytes: smallest tensor size that is moved, in bytes.
-        weights: function that returns this rank's weights, which are never moved; called when the first layer moves its tensors.
+        weights: function () -> this rank's weights, which are never moved.
         on_saved: observer called with each tensor that stays in device memory for a backward.
     """
 
@@ -151,7 +149,7 @@ class SavingHooks(SavedTensors):
             self._open = None
 
     def _pass_on(self, layer: "_Layer", y: torch.Tensor) -> None:
-        """Send the layer's moved tensors, free those that the layer below has sent, and prepare the layer's backward."""
+        """Send the layer's moved tensors, free the previous layer's, and prepare the layer's backward."""
         layer.send()
         below, self._below = self._below, layer
         if below is not None:
@@ -179,7 +177,7 @@ class SavingHooks(SavedTensors):
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Identify the tensor's storage; the number is valid while the storage lives."""
+    """Identify the tensor's storage while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -188,7 +186,7 @@ def _unpack(packed: "torch.Tensor | _View") -> torch.Tensor:
 
 
 def _before_backward_of(y: torch.Tensor, function: Callable[[], None]) -> None:
-    """Call the function when y's gradient is complete, before it is used."""
+    """Call the function after y's gradient is complete and before it is used."""
     assert y.grad_fn is not None, "a layer has weights"
 
     def call(grads: object) -> None:
@@ -205,7 +203,7 @@ def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
 
 
 class _Memo:
-    """The results of a layer's `once` calls, in order: recorded in its forward, returned in its replay.
+    """The results of a layer's `once` calls, recorded in the forward for the replay.
 
     `on_saved` is called with each result that is a tensor, or is in a tuple. `has_begun` is True once the forward has begun.
     """
@@ -217,13 +215,13 @@ class _Memo:
         self.has_begun = False
 
     def begin(self) -> "_Memo":
-        """Go back to the first `once` call, at the start of the forward or of a replay."""
+        """Go back to the first `once` call when the forward or a replay starts."""
         self._next = 0
         self.has_begun = True
         return self
 
     def next(self, function: Callable[[], Result]) -> Result:
-        """Return the recorded result of this call; in the forward, run `function` and record its result."""
+        """Return the recorded result of this call. In the forward, run `function` and record its result."""
         if self._next == len(self._results):
             result = function()
             for each in result if isinstance(result, tuple) else (result,):
@@ -236,7 +234,7 @@ class _Memo:
 
 
 class _Source:
-    """A tensor's recipe: a function and its inputs, run once for all users."""
+    """A function and its inputs, from which a tensor is recomputed once for all users."""
 
     def __init__(self, function: Function, inputs: list[torch.Tensor], num_bytes: int) -> None:
         self.function = function
@@ -246,13 +244,13 @@ class _Source:
         self.made: torch.Tensor | None = None
 
     def use(self, pack: "Callable[[torch.Tensor], torch.Tensor | _View]") -> None:
-        """Count one more user; at the first one, save the inputs too, by the policy `pack`."""
+        """Count one more user. The first one also saves the inputs, by the policy `pack`."""
         if not self.num_uses:
             self.inputs = [pack(each) for each in self.inputs if isinstance(each, torch.Tensor)]
         self.num_uses += 1
 
     def whole(self) -> torch.Tensor:
-        """Return the tensor: the first user's call computes it, the last user's call drops it."""
+        """Return the tensor. The first user's call computes it, and the last user's call drops it."""
         made = self.made
         if made is None:
             with torch.no_grad():
@@ -282,7 +280,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """A moved storage, which is back on the device once its layer's backward has begun."""
+    """A moved storage that is on the device again once its layer's backward has begun."""
 
     moved: OffloadedStorage
 
@@ -309,7 +307,7 @@ class _Layer:
     _is_fetched: bool = False
 
     def moved(self, tensor: torch.Tensor) -> _Fetched:
-        """Add the tensor's storage to those that move; it is held until `let_go`, so no other storage gets its identity."""
+        """Add the tensor's storage to those that move. The storage is held until `let_go`, so its identity stays unique."""
         key = _identity(tensor)
         if key not in self._moved:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -327,7 +325,7 @@ class _Layer:
             self.host.let_go(list(self._moved.values()), self._mark)
 
     def fetch(self) -> None:
-        """Post the copies back to the device, unless this was done before."""
+        """Post the copies back to the device, unless they were posted before."""
         if self.host is not None and self._moved and not self._is_fetched:
             self._mark = self.host.fetch(list(self._moved.values()))
             self._is_fetched = True
@@ -336,10 +334,7 @@ class _Layer:
                 self.on_saved(each.tensor)
 
     def need(self) -> None:
-        """At the start of the layer's backward, wait for the copies to the device and drop the references to them.
-
-        A `_Fetched` in the graph still refers to each storage that the backward needs.
-        """
+        """Wait for the copies to the device, and drop the references to the copied storages."""
         self.fetch()
         if self.host is not None and self._moved:
             self.host.arrived(self._mark)

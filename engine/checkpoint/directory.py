@@ -1,18 +1,19 @@
-"""Manages a run's checkpoint folder: finds, commits, sweeps and retires checkpoints.
+"""Finds, commits, sweeps and retires the checkpoints in a run's checkpoint folder.
 
     checkpoints/
-        step_00000900/                  complete: renamed to this name when every byte was on the disk
+        step_00000900/                  a complete checkpoint, renamed to this name when every byte was on the disk
         step_00001000/
-        latest                          a text file: step_00001000
+        latest                          a text file with the name step_00001000
         skipped.json                    samples skipped since a rollback (`engine/checkpoint/history.py`)
-        step_00001100.attempt_02/       being written, or left by a dead attempt: swept by the next one
+        step_00001100.attempt_02/       being written, or left by a dead attempt and swept by the next one
         step_00000900.replaced/         being replaced by another of the same step
         step_00000800.retired/          being removed
         lock                            held by the only process that may write here
 
-A save goes in this order: all tensor files are written and fsynced in the folder with the attempt in its name; manifest.json is
-written, then its hash; the folder is renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest`
-intact. Replacing a checkpoint of the same step takes two renames; between them, the `.replaced` folder counts as the checkpoint.
+A save writes and fsyncs all tensor files in the folder with the attempt in its name. Then manifest.json is written, and after that
+the manifest's hash. Last, the folder is renamed and `latest` is replaced. A kill at any point leaves the older checkpoints and
+`latest` intact. Replacing a checkpoint of the same step takes two renames. Between the two, the `.replaced` folder counts as the
+checkpoint.
 """
 
 import re
@@ -47,27 +48,27 @@ def step_name(step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete checkpoint: its folder and its valid manifest; every file has the size that the manifest states."""
+    """A complete checkpoint's folder and valid manifest. All files have the sizes in the manifest."""
 
     folder: Path
     manifest: Manifest
 
 
 class CheckpointDirectory:
-    """One folder of checkpoints; only the holder of the run's lock may call methods that change it."""
+    """One folder of checkpoints. Only the holder of the run's lock may call methods that change the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def steps(self) -> dict[int, Path]:
-        """Map each step to its finished folder, ascending; a `.replaced` folder counts if the step has no other."""
+        """Map each step to its finished folder, ascending. A `.replaced` folder counts if the step has no other folder."""
         entries = self._entries()
         found = {int(match[1]): entry for entry in entries if (match := _REPLACED.fullmatch(entry.name))}
         found |= {int(match[1]): entry for entry in entries if (match := _STEP.fullmatch(entry.name))}
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
-        """Return the folder that `latest` names; None if the file is missing or names no checkpoint."""
+        """Return the folder that `latest` names, or None if there is no such checkpoint."""
         try:
             name = read_regular(self.path / LATEST).decode(errors="replace").strip()
         except OSError:
@@ -76,9 +77,10 @@ class CheckpointDirectory:
         return self.steps().get(int(match[1]), self.path / name) if match else None
 
     def candidates(self, damaged: list[str]) -> Iterator[Candidate]:
-        """Yield complete checkpoints, best first: the one that `latest` names, then the others, newest first.
+        """Yield complete checkpoints, best first.
 
-        Folders with a damaged or incomplete checkpoint are passed over, and their problems appended to `damaged`.
+        The checkpoint that `latest` names comes first, then the others, newest first. Damaged or incomplete checkpoints are passed
+        over, and their problems appended to `damaged`.
         """
         first = self.latest()
         if first is not None and (candidate := _look(first, damaged)) is not None:
@@ -103,7 +105,7 @@ class CheckpointDirectory:
     def commit(self, partial: Path, step: int) -> Path:
         """Rename a complete checkpoint to its final name, then point `latest` at it.
 
-        An existing checkpoint of the same step (from an earlier attempt, or damaged) is moved away first and removed afterwards.
+        An existing checkpoint of the same step is moved away first and removed afterwards.
 
         Raises:
             OSError: the folder cannot be written.
@@ -123,7 +125,7 @@ class CheckpointDirectory:
         return final
 
     def sweep(self) -> list[str]:
-        """Remove half-written checkpoints left by dead attempts; return the removed names.
+        """Remove half-written checkpoints left by dead attempts, and return the removed names.
 
         A `.replaced` folder whose step has no other checkpoint gets its final name back.
         """
@@ -136,7 +138,7 @@ class CheckpointDirectory:
         return sorted(entry.name for entry in dead)
 
     def retire(self, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
-        """Remove checkpoints that the retention rules do not keep; return their names.
+        """Remove checkpoints that the retention rules do not keep, and return their names.
 
         Args:
             newest: step that was just saved, complete and always kept.
@@ -159,7 +161,7 @@ class CheckpointDirectory:
         return [step_name(step) for step in gone]
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints into a new folder, for a start from scratch; return that folder, or None if there were none."""
+        """Move all checkpoints into a new folder. Return that folder, or None if there were no checkpoints."""
         names = [entry.name for entry in self._entries()]
         entries = [self.path / name for name in names if _STEP.fullmatch(name) or name in (LATEST, SKIPPED)]
         if not entries:
@@ -177,7 +179,7 @@ class CheckpointDirectory:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a folder with its content, or a link but not its target; a missing path is no error."""
+    """Remove a file, a folder with its content, or a link but not its target. A missing path is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -185,9 +187,11 @@ def _remove(path: Path) -> None:
 
 
 def folder_of_run(run: Path) -> Path:
-    """Return a run's checkpoint folder: `checkpoint.dir` in its config.yaml, else `checkpoints/` in its directory.
+    """Return a run's checkpoint folder.
 
-    A relative `checkpoint.dir` is resolved against the working folder, as it was for the run. An unreadable config.yaml is ignored.
+    The folder is `checkpoint.dir` in the run's config.yaml, else `checkpoints/` in the run directory.
+
+    A relative `checkpoint.dir` is resolved against the working folder. An unreadable config.yaml is ignored.
     """
     with suppress(OSError, ValueError, yaml.YAMLError):
         match read_yaml(read_regular(run / CONFIG).decode()):
@@ -197,10 +201,12 @@ def folder_of_run(run: Path) -> Path:
 
 
 def find(path: Path) -> Candidate:
-    """Find the checkpoint at a user's path: a checkpoint, or the latest one in a folder of checkpoints or a run directory.
+    """Find the checkpoint at a user's path.
+
+    In a folder of checkpoints or a run directory, the latest checkpoint is taken.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged; the message names complete ones in the same folder.
+        CheckpointError: there is no checkpoint, or the checkpoint is damaged; the message names complete ones in the same folder.
     """
     if _is_one(path):
         try:
@@ -230,7 +236,9 @@ def find(path: Path) -> Candidate:
 
 
 def folders_at(path: Path) -> list[Path]:
-    """List every checkpoint at a user's path, complete or not: the path itself, or those in a folder or run directory, by step.
+    """List every checkpoint at a user's path, complete or not, by step.
+
+    The path may be a checkpoint, a folder of checkpoints or a run directory.
 
     Raises:
         CheckpointError: there is no checkpoint.

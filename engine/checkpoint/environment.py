@@ -1,4 +1,7 @@
-"""The environment that must match for a bit-identical resume; if anything in it differs, results match only to rounding."""
+"""Describes the environment that must match for a bit-identical resume.
+
+If anything in the environment differs, results match only to rounding.
+"""
 
 import platform
 from collections.abc import Mapping
@@ -13,9 +16,9 @@ from triaxis.engine.step import Engine
 
 
 def describe_environment(engine: Engine) -> dict[str, Any]:
-    """Return a live engine's sizes, batches, schedule, buckets, kernels, threads, device and versions, as JSON values.
+    """Return a live engine's layout, kernels, device and versions, as JSON values.
 
-    Recomputation and kernels are recorded as resolved: `auto` may resolve differently on the device where a run resumes.
+    Recomputation and kernels are recorded as resolved, never as `auto`.
     """
     config, topology = engine.config, engine.topology
     sizes = topology.sizes
@@ -45,7 +48,7 @@ def describe_environment(engine: Engine) -> dict[str, Any]:
 
 
 def layout_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """List where a saved layout differs from this one, as `tp 2 -> 4` or `kernels.attention sdpa -> flash`.
+    """List where a saved layout differs from this one, for example as `tp 2 -> 4`.
 
     Only the keys of `here` are compared.
     """

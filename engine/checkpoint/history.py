@@ -1,16 +1,16 @@
-"""Remembers a run's faults and recent losses in every checkpoint, so that a resumed run behaves the same.
+"""Keeps a run's faults and recent losses, so that a resumed run behaves the same.
 
-    skipped, num_rollbacks    also in checkpoints/skipped.json, written before a rollback: a kill before the next save loses none
-    recent losses             from the last steps, as input for the next limits; with `resilience.skip_above_deviations` their
-                              gradient norms too
+    skipped, num_rollbacks    in every checkpoint, and in checkpoints/skipped.json, which is written before a rollback
+    recent losses             in every checkpoint, as input for the next limits
+    recent gradient norms     likewise, with `resilience.skip_above_deviations`
 
 A step beyond one of these limits is a fault. The factors are fields of `resilience`:
 
     divergence         loss_spike x median of the last 64 losses
     loss, grad_norm    mean + skip_above_deviations x standard deviation, both over the last skip_window numbers
 
-The second rule follows OLMo-core (optim/skip_step_optimizer.py) with three differences: a number below the mean is never an
-outlier, and the mean includes neither skipped steps nor the previous step.
+The second rule follows OLMo-core (optim/skip_step_optimizer.py) with three differences. A number below the mean is never an
+outlier. The mean includes neither skipped steps nor the previous step.
 """
 
 import json
@@ -53,7 +53,10 @@ class RunHistory:
     grad_norms: list[tuple[int, float]] = field(default_factory=list)
 
     def remember(self, step: int, loss: float, grad_norm: float, config: ResilienceConfig) -> None:
-        """Append the numbers of step `step` (from 0), which updated the weights; keep only as many as `config`'s limits need."""
+        """Append the numbers of step `step` (from 0), which updated the weights.
+
+        Only as many are kept as the limits in `config` need.
+        """
         deviations = config.skip_above_deviations
         kept = max(
             MEDIAN_OVER if config.loss_spike is not None else 0, config.skip_window if deviations is not None else 0
@@ -64,7 +67,7 @@ class RunHistory:
             self.grad_norms = [*self.grad_norms[-config.skip_window :], (step, grad_norm)]
 
     def limits(self, step: int, config: ResilienceConfig) -> StepLimits:
-        """Compute the limits for a step; a limit is infinite if its rule is off or too few steps are known."""
+        """Compute the limits for a step. A limit is infinite if its rule is off or too few steps are known."""
         divergence = math.inf
         known = _before(step, self.losses, MEDIAN_OVER)
         if config.loss_spike is not None and len(known) >= MEDIAN_FROM:
@@ -92,12 +95,15 @@ class RunHistory:
 
 
 def _before(step: int, numbers: Sequence[tuple[int, float]], most: int) -> list[float]:
-    """Return the last numbers, at most `most`, from steps up to `step` - 2: those that every rank knows when it posts `step`."""
+    """Return the last numbers, at most `most`, from steps up to `step` - 2."""
     return [number for at, number in numbers if at <= step - 2][-most:]
 
 
 def _above(known: Sequence[float], deviations: float, window: int) -> float:
-    """Return the limit above which a number is an outlier; infinite with fewer than `window // 2` numbers, or if all are equal."""
+    """Return the limit above which a number is an outlier.
+
+    The limit is infinite with fewer than `window // 2` numbers, or if all are equal.
+    """
     if len(known) < window // 2:
         return math.inf
     deviation = statistics.stdev(known)
@@ -105,7 +111,7 @@ def _above(known: Sequence[float], deviations: float, window: int) -> float:
 
 
 def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollbacks: int = 0) -> RunHistory:
-    """Merge a checkpoint's skipped ranges (`saved`) and rollback count with those in `folder`/skipped.json, if it exists.
+    """Merge a checkpoint's skipped ranges and rollback count with those in `folder`/skipped.json, if it exists.
 
     Raises:
         CheckpointError: the file is damaged, so skipped samples would be trained on.

@@ -1,6 +1,6 @@
-"""Writes and reads checkpoints tensor by tensor in one process, without a run (imports, exports, inspection).
+"""Writes and reads checkpoints tensor by tensor, in one process and without a run.
 
-Memory is bounded by `FILE_BYTES` or the largest tensor, whichever is more. No process group is involved.
+Memory is bounded by `FILE_BYTES` or the largest tensor, whichever is more.
 """
 
 import shlex
@@ -52,7 +52,7 @@ def write_checkpoint(
     lineage: Iterable[Ancestor] = (),
     has_moments: bool = False,
 ) -> Path:
-    """Write `directory`/step_<number>/ from a stream of shards; return that folder.
+    """Write `directory`/step_<number>/ from a stream of shards, and return that folder.
 
     Args:
         directory: checkpoint folder, created if missing; an existing checkpoint of the same step is replaced.
@@ -61,10 +61,10 @@ def write_checkpoint(
         config: known part of the resolved configuration, at least its `model` section.
         source: origin of the checkpoint, for people who read the manifest.
         lineage: ancestors of the checkpoint, oldest first.
-        has_moments: whether the shards include the optimizer's moments, and the average if `config` has one. A run can then resume.
+        has_moments: whether the shards include moments, and the average if `config` has one, so that a run can resume.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
+        OSError: the folder cannot be written; nothing half-written is left.
         CheckpointError: the shards do not hold every element exactly once; nothing is left either.
         TriaxisError: a live run writes in the folder.
     """
@@ -117,7 +117,7 @@ def _write(
 def read_tensor(
     folder: Path, manifest: Manifest, name: str, kind: Kind = "master", box: Box | None = None
 ) -> torch.Tensor:
-    """Read one tensor, or only the part inside `box`, in its saved dtype, on the CPU.
+    """Read a tensor, or only the part inside `box`, in its saved dtype, on the CPU.
 
     Raises:
         CheckpointError: the tensor is missing or damaged.
@@ -136,7 +136,7 @@ def read_tensor(
 
 
 def read_weights(candidate: Candidate, name: str, which: WhichWeights) -> torch.Tensor:
-    """Read one whole parameter, its trained value or its moving average, in the saved dtype, on the CPU.
+    """Read one whole parameter, trained or averaged, in the saved dtype, on the CPU.
 
     Raises:
         CheckpointError: the parameter is missing or damaged.

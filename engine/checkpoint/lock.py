@@ -1,10 +1,10 @@
-"""An exclusive lock on a folder, so that only one process at a time writes there.
+"""Locks a folder, so that only one process at a time writes there.
 
     runs/demo/lock                 held by rank 0 of the run while it lives
-    runs/demo/checkpoints/lock     held by the run that saves there, whatever its name, or by a conversion that writes there
+    runs/demo/checkpoints/lock     held by the run or the conversion that writes there
 
-The kernel releases a lock when the process that holds it dies. A lock belongs to the file, not to the file's name. So after the
-folder was removed or moved, another process can lock a new file with the same name; `is_in_place` detects this.
+The kernel releases a lock when the process that holds it dies. A lock belongs to the file, not to the file's name. After the folder
+was removed or moved, another process can lock a new file with the same name. `is_in_place` detects this case.
 """
 
 import errno
@@ -54,7 +54,7 @@ class FolderLock:
         return os.path.samestat(there, os.fstat(self._descriptor))
 
     def take_again(self) -> None:
-        """Recreate and lock the folder after it was removed or moved; the old lock is released.
+        """Recreate and lock a folder that was removed or moved, and release the old lock.
 
         Raises:
             TriaxisError: another process has locked the folder in between.
@@ -74,7 +74,7 @@ class FolderLock:
 
 @contextmanager
 def holding(folder: Path, advice: str) -> Iterator[None]:
-    """Hold a folder's lock if a run has created one there; otherwise do nothing.
+    """Hold a folder's lock if a run has created one there. Otherwise do nothing.
 
     Raises:
         TriaxisError: another process holds the lock.
@@ -109,7 +109,7 @@ def _lock(folder: Path, advice: str) -> int:
 
 
 def _open(path: Path) -> int:
-    """Open the lock file without blocking: an ordinary open would wait forever on a FIFO."""
+    """Open the lock file without blocking, even if it is a FIFO."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except IsADirectoryError:

@@ -1,11 +1,11 @@
-"""Starts a run: from its own newest checkpoint, from one named in the config, or from initial weights.
+"""Starts a run from its newest checkpoint, a checkpoint named in the config, or initial weights.
 
 The first line that applies decides:
 
-    --from-scratch                         ignore the run's own checkpoints; they are moved aside once the run has begun
-    the run has checkpoints of its own     resume from the newest complete one (what `latest` names first)
-      .. none of them is complete          stop; --from-scratch starts again
-    checkpoint.load names a checkpoint     resume from it, or load only its weights (checkpoint.load_what)
+    --from-scratch                         ignore the run's own checkpoints, which are moved aside once the run has begun
+    the run has checkpoints of its own     resume from the newest complete one
+      .. none of them is complete          stop (--from-scratch starts again)
+    checkpoint.load names a checkpoint     resume from that checkpoint, or load only the weights (checkpoint.load_what)
       .. it is missing or damaged          stop
     none of these                          initial weights
 
@@ -48,7 +48,7 @@ class ResumePoint:
         source: folder of the loaded checkpoint; None for initial weights.
         loaded: part of `source` that was loaded: everything, or only weights.
         lineage: ancestors to record in the run's own checkpoints.
-        differences: printable lines about layout fields and accepted fields that differ, and about their consequences.
+        differences: printable lines about layout fields and accepted fields that differ.
         passed_over: problems with newer checkpoints that could not be used.
         history: the run's earlier faults and the samples it skips.
     """
@@ -65,18 +65,18 @@ class ResumePoint:
 def resume_or_start(
     engine: Engine, directory: CheckpointDirectory, *, has_saved: bool, data: dict[str, str], from_scratch: bool = False
 ) -> ResumePoint:
-    """Load the state that the run continues from into the engine; every rank calls it.
+    """Load the state that the run continues from into the engine. Every rank calls this.
 
     Args:
         engine: freshly built engine.
         directory: the run's own checkpoints.
         has_saved: whether this run has saved before; only rank 0's value counts.
         data: fingerprints of the run's data, as checkpoints record them.
-        from_scratch: whether to ignore the run's own checkpoints, which the caller moves aside later; only rank 0's value counts.
+        from_scratch: whether to ignore the run's own checkpoints; only rank 0's value counts.
 
     Raises:
-        CheckpointError: nothing can be loaded, the checkpoint is damaged or belongs to another model, or a field differs that must
-            not change; raised on every rank, with all ranks' reasons.
+        CheckpointError: nothing can be loaded, the checkpoint is damaged or another model's, or a field differs that must not
+            change; raised on every rank.
     """
     passed_over: list[str] = []
     own = None if from_scratch else directory
@@ -88,7 +88,7 @@ def resume_or_start(
 
 
 def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dict[str, str]) -> ResumePoint:
-    """Load the run's newest complete checkpoint that was saved before step `step` (from 0) ran; every rank calls this.
+    """Load the newest complete checkpoint saved before step `step` (from 0) ran. Every rank calls this.
 
     Raises:
         CheckpointError: no such checkpoint exists, or none can be loaded; raised on every rank.
@@ -112,7 +112,7 @@ def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dic
 def _first_that_loads(
     engine: Engine, candidates: Iterator["ResumeCandidate"], data: dict[str, str], passed_over: list[str]
 ) -> ResumePoint | None:
-    """Load rank 0's candidates in order until every rank has loaded one; None if no candidate is left.
+    """Load rank 0's candidates in order until every rank has loaded one, else return None.
 
     Raises:
         CheckpointError: a candidate that is not the run's own cannot be loaded, or rank 0 refuses to go on.
@@ -132,9 +132,9 @@ def _first_that_loads(
 
 @dataclass(frozen=True, slots=True)
 class ResumeCandidate:
-    """A checkpoint to try: its folder, the part to load, and whether it is the run's own.
+    """A checkpoint to try, the part to load, and whether the run owns the checkpoint.
 
-    If the run's own checkpoint cannot be loaded, an older one is tried; if another one cannot be loaded, the run stops.
+    If the run's own checkpoint cannot be loaded, an older one is tried. If another checkpoint cannot be loaded, the run stops.
     """
 
     folder: Path
@@ -145,7 +145,7 @@ class ResumeCandidate:
 def _candidates(
     engine: Engine, directory: CheckpointDirectory | None, has_saved: bool, passed_over: list[str]
 ) -> Iterator[ResumeCandidate]:
-    """Yield the checkpoints to try, best first; none if the run starts from initial weights. Runs on rank 0 only."""
+    """Yield the checkpoints to try, best first, on rank 0. A run from initial weights has none."""
     config = engine.config
     for candidate in directory.candidates(passed_over) if directory is not None else ():
         manifest, source = candidate.manifest, f"{candidate.folder} (of this run)"
@@ -199,7 +199,7 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]
 
 
 def _load(engine: Engine, chosen: ResumeCandidate, data: dict[str, str]) -> tuple[str, ResumePoint | None]:
-    """Load the chosen checkpoint on every rank; return ("", resume point), or (reasons, None) if any rank failed."""
+    """Load the chosen checkpoint on every rank. Return ("", resume point), or (reasons, None) if any rank failed."""
     world, device = engine.topology.axis("world"), engine.topology.device
     reason, point = "", None
     candidate = None
@@ -241,7 +241,7 @@ def _resume_point(
 
 
 def _check_phase(engine: Engine, folder: Path, state: TrainingState) -> None:
-    """Refuse a checkpoint that belongs to another phase of the run than the phase that these ranks were started for.
+    """Refuse a checkpoint from another phase than the one that these ranks were started for.
 
     Raises:
         CheckpointError: the phases differ; the message names both.
@@ -255,7 +255,7 @@ def _check_phase(engine: Engine, folder: Path, state: TrainingState) -> None:
 
 
 def _frozen_differences(engine: Engine, candidate: Candidate) -> Iterator[str]:
-    """Yield printable lines on what happens to the moments of parameters that are frozen in only one of the two runs."""
+    """Yield printable lines about parameters that are frozen in only one of the two runs."""
     thawed, frozen = _frozen_otherwise(engine, candidate.manifest)
     if thawed:
         yield f"{_named(thawed)}: frozen there and trained here; moments begin at zero"
@@ -300,7 +300,7 @@ def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> R
 
 
 def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
-    """Return a printable line on the moving average if only the run or only the checkpoint has one; else an empty list."""
+    """List a printable line if only the run or only the checkpoint has a moving average."""
     is_saved, is_kept = EMA in manifest.kinds, EMA in engine.optimizer.state_kinds
     if is_saved == is_kept:
         return []
@@ -336,7 +336,7 @@ def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequenc
 
 
 def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
-    """Check that all elements were loaded; if the saved dtype equals the engine's, check the fingerprint too.
+    """Check that all elements were loaded. With equal dtypes, the fingerprint is checked too.
 
     Raises:
         CheckpointError: elements are missing, or a fingerprint is not the saved one.

@@ -1,13 +1,12 @@
-"""The rules for differences between a saved run and the one that continues it.
+"""Defines which differences are allowed between a saved run and the run that continues it.
 
 Each configuration field has one of three verdicts, which says what happens if the field differs:
 
-    layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    allowed and printed: only the speed changes
+    layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    allowed and printed, since only the speed changes
     meant     learning rate, data, dtype, length of the run, ...          allowed if named in `checkpoint.accept`
-    never     shape of the model, samples per step                        refused: weights or place in the data would be meaningless
+    never     shape of the model, samples per step                        refused, since the saved state would be meaningless
 
-A setting that changes silently can make losses jump, so no difference is ignored. The configuration's sections declare the
-verdicts (`triaxis.engine.config.section.OnResume`).
+The configuration's sections declare the verdicts (`triaxis.engine.config.section.OnResume`).
 """
 
 import shlex
@@ -41,7 +40,7 @@ ABSENT = "absent"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A differing field: its dotted name, saved value, new value and verdict."""
+    """A differing field with its dotted name, both values and verdict."""
 
     key: str
     there: Any
@@ -53,12 +52,11 @@ class Change:
 
 
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
-    """List every field that differs between a saved configuration (as JSON) and `config`, in field order.
+    """List every field that differs between a saved configuration and `config`, in field order.
 
-    A field that was not saved counts as its default if its section was saved or the field affects only speed: an older version
-    lacked the field, and new fields do nothing by default. Other fields that were not saved count as "absent", since an import may
-    have no data section. If a section is null on one side, the other side's fields are the differences. If the saved run does not
-    record what its sequence loss counts, that field is no difference.
+    An unsaved field counts as its default if its section was saved or the field affects only speed. Other unsaved fields count as
+    "absent". If a section is null on one side, the other side's fields are the differences. `sequence_counts` is no difference if
+    the saved run does not record it.
     """
     # Recorded values contain no secrets, so a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
@@ -99,7 +97,7 @@ def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
 
 
 def lengthening(config: Config, num_steps: int) -> str:
-    """Return the overrides that let a finished run of `num_steps` steps continue to twice that length, as text for the user."""
+    """Return the overrides, as text, that let a finished run continue to twice `num_steps` steps."""
     accept = list(config.checkpoint.accept)
     tokens, steps = planned_tokens(config), planned_steps(config)
     if config.phases:
@@ -114,12 +112,12 @@ def lengthening(config: Config, num_steps: int) -> str:
 
 
 def accepting(names: Sequence[str]) -> str:
-    """Return the override that accepts differences in these fields, quoted because some shells expand brackets as file patterns."""
+    """Return the override that accepts differences in these fields, quoted for the shell."""
     return shlex.quote(f"checkpoint.accept=[{','.join(names)}]")
 
 
 def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens: int, source: str) -> None:
-    """Raise an error if the continuing run's phases would have read the consumed tokens differently from the saved run's.
+    """Refuse phases that would have read the consumed tokens differently from the saved run's.
 
     Args:
         there: configuration of the saved run, which consumed the tokens, as JSON.
@@ -179,7 +177,7 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
 
 
 def _default(key: str) -> Any:
-    """Return a field's default as JSON; `ABSENT` if the field has no default or its section is optional."""
+    """Return a field's default as JSON. `ABSENT` means no default, or an optional section."""
     *sections, name = key.split(".")
     section: type[Section] = Config
     for inner in sections:

@@ -1,15 +1,15 @@
-"""Saves checkpoints during training: phases, agreement between ranks, and failures.
+"""Saves checkpoints during training, in phases on which all ranks agree.
 
     phase       every rank                                              ends when
     IDLE        -                                                       a save is due: all ranks copy their state
     WRITING     its thread writes rank_<n>.safetensors                  the flags show that all have written, or one has failed
     COMMITTING  rank 0's thread writes the manifest and renames         the flag shows that rank 0 has
 
-All ranks are in the same phase, because only the flags in the step's small all-reduce change the phase. No rank waits for another
-rank's disk, and no thread communicates. Flags are read one step after they were sent, so each flag names its phase.
+Only the flags in the step's small all-reduce change the phase, so all ranks are in the same phase. No rank waits for another rank's
+disk, and no thread communicates. Flags are read one step late, so each flag names its phase.
 
-At most one save runs; the next one waits for it. A failed save is reported with its rank and reason, and its files are removed.
-Older checkpoints stay, and training continues to the next interval. Only a run's last save must succeed.
+At most one save runs at a time. A failed save is reported with rank and reason, and its files are removed. Older checkpoints stay,
+and training continues to the next interval. Only a run's last save must succeed.
 """
 
 import shutil
@@ -59,9 +59,9 @@ class RunFacts:
         attempt: attempt number, from 0.
         data: fingerprints of the training data by part, the tokenizer's identity, and the end-of-document id.
         lineage: the run's ancestors, oldest first.
-        wandb_id: callable that returns the wandb run's id once it is known.
+        wandb_id: function () -> the wandb run's id, once known.
         specs: all parameters of the model (a rank's engine holds only its own).
-        history: the run's faults so far; the object is updated during the run.
+        history: the run's faults so far, updated during the run.
     """
 
     run: str
@@ -74,7 +74,7 @@ class RunFacts:
 
 
 class SaveNotices(Protocol):
-    """Receiver of save events; its methods are called on every rank with the same arguments."""
+    """Receiver of save events. Its methods are called on every rank with the same arguments."""
 
     def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None: ...
     def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None: ...
@@ -96,7 +96,7 @@ class _Committed:
 
 
 class CheckpointSaver:
-    """One rank's share in saving a run's checkpoints; every rank has such an object.
+    """One rank's share in saving a run's checkpoints.
 
     Args:
         engine: source of the saved state.
@@ -152,8 +152,8 @@ class CheckpointSaver:
             step: number of steps so far, including this one.
             consumed_samples: number of training samples consumed so far.
             lr: learning rate in this step.
-            is_last: whether the run ends after this step, so that it is saved whatever the interval.
-            validation_is_due: whether the run stops although the validation that follows this step has not run.
+            is_last: whether the run ends after this step, which is then saved whatever the interval.
+            validation_is_due: whether the run stops before the validation that follows this step.
         """
         if self._fingerprint_is_due(step):
             values = fingerprint(self._engine)
@@ -184,7 +184,7 @@ class CheckpointSaver:
             )
 
     def close(self) -> None:
-        """Stop the threads; a running write completes but is not committed."""
+        """Stop the threads. A running write completes but is not committed."""
         if self._writer is not None:
             self._writer.close()
         self._committer.shutdown(wait=True)
@@ -228,7 +228,7 @@ class CheckpointSaver:
         return self._committing if self._phase is _Phase.COMMITTING else None
 
     def agreed(self, flags: SaveFlags) -> None:
-        """Move to the next phase if a step's flags allow it; call it once per step, in order.
+        """Move to the next phase if a step's flags allow it. Call this once per step, in order.
 
         Args:
             flags: sums of `flags()` over all ranks.
@@ -247,7 +247,7 @@ class CheckpointSaver:
             self._saved()
 
     def settle(self) -> None:
-        """Wait until a running save is on the disk or has failed; every rank calls this after the same step."""
+        """Wait until a running save is on the disk or has failed. Every rank calls this after the same step."""
         while self._phase is not _Phase.IDLE:
             future = self._pending()
             if future is not None:
@@ -286,7 +286,7 @@ class CheckpointSaver:
         return self._directory.partial(state.step, self._facts.attempt)
 
     def _commit(self, state: TrainingState) -> _Committed:
-        """Turn the files of all ranks, already on disk, into a checkpoint; runs in rank 0's thread."""
+        """Turn all ranks' files into a checkpoint, in rank 0's thread."""
         partial = self._partial(state)
         parts = [partial / f"rank_{rank:05d}.json" for rank in range(self._world.size)]
         missing = [part.stem for part in parts if not part.exists()]
@@ -330,7 +330,7 @@ class CheckpointSaver:
 
 
 def _recorded(config: Config) -> dict[str, Any]:
-    """Return the configuration as JSON; `phases` is left out if the run has none, as in manifests older than the field."""
+    """Return the configuration as JSON, without `phases` if the run has none."""
     return config.model_dump(mode="json", exclude=set() if config.phases else {"phases"})
 
 

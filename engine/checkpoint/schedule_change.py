@@ -12,7 +12,7 @@ from triaxis.engine.storage.user_module import UserModuleError
 
 
 def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: int) -> Iterator[str]:
-    """Yield printable lines if the learning rate will differ from what the saved run had planned.
+    """Yield printable lines if the learning rate will differ from the saved run's plan.
 
     Args:
         there: saved configuration as JSON; if it is incomplete (an import), nothing is compared.
@@ -42,7 +42,7 @@ def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: i
 
 
 def _in_words(fall: Fall | None, unit: str, size: int) -> str:
-    """Describe the range in which the learning rate falls, with positions in units of `size` tokens; None: it never falls."""
+    """Describe the range in which the learning rate falls, in units of `size` tokens. None: it never falls."""
     if fall is None:
         return "never"
     return f"from {unit} {fall.start // size:,} to {fall.end // size:,} ({fall.shape})"

@@ -1,9 +1,9 @@
-"""The mapping between a live engine and a checkpoint: what a rank saves, and where loaded values go.
+"""Maps a live engine's state to a checkpoint and back.
 
     rank (tp, pp, dp)  owns  flat parts of its buckets  ->  segments of parameters  ->  shards, per kind
 
-Each element is saved by exactly one rank: its data-parallel owner in the first replica. A rank loads every element that it owns;
-the other data-parallel ranks then receive the weights in the step's usual all-gather.
+Each element is saved by exactly one rank: its data-parallel owner in the first replica. A rank loads every element that it owns.
+The step's usual all-gather then gives the weights to the other data-parallel ranks.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -28,7 +28,7 @@ Flat = TypeVar("Flat", bound=Values)
 
 
 def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
-    """Cut `flat`, the owned part of a bucket (live or copied), into one shard per parameter segment."""
+    """Cut `flat`, the owned part of a bucket, into one shard per parameter segment."""
     origin = owned.bucket.owned[0]
     for segment in owned.segments:
         record, at = segment.record, segment.offset - origin
@@ -37,30 +37,30 @@ def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
 
 
 def saved_buckets(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
-    """Return the owned buckets that this rank saves: only the first replica saves."""
+    """Return the owned buckets that this rank saves. Only the first replica saves."""
     return [owned for owned in optimizer.owned if owned.buffer.replica_index == 0]
 
 
 def having(buckets: Sequence[OwnedBucket], kind: Kind) -> Iterator[OwnedBucket]:
-    """Yield the buckets that have state of this kind; buckets with untrained parameters have no moments."""
+    """Yield the buckets that have state of this kind. Untrained parameters have no moments."""
     return (owned for owned in buckets if kind in owned.state.kinds)
 
 
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
-    """Load this rank's weights (and moments, with `all`) from a checkpoint of any layout; every rank calls it.
+    """Load this rank's state from a checkpoint of any layout. Every rank calls this.
 
-    With `all`, the moving average is loaded if the checkpoint has one; otherwise it starts as the loaded weights. If a parameter
-    was frozen in the checkpoint's run and is trained in this one, its moments begin at zero and its average as the weight.
+    With `weights`, only the weights are loaded. With `all`, the moments and a saved average are loaded too. An average that was not
+    saved starts as the loaded weights. A parameter that was frozen and is now trained starts with zero moments, and with its weight
+    as average.
 
-    Memory used besides the state: two pieces, plus one kind's values in the accumulation dtype if they are stored otherwise.
-    After an error the engine is partly filled: rebuild it or load again.
+    Besides the state, memory holds two pieces, and one kind's values in the accumulation dtype if they are stored otherwise. Only a
+    rank that finds an error raises, so all ranks must agree before any continues. After an error the engine is partly filled.
 
     Returns:
         The state to continue from: with `all` the checkpoint's own, with `weights` that of a fresh start.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another model, is damaged, or has no moments. Only the rank that finds this
-            raises, so all ranks must agree before any continues (`resume.py` does that).
+        CheckpointError: the checkpoint belongs to another model, is damaged, or has no moments.
     """
     manifest = candidate.manifest
     if what == "all" and manifest.content == "weights":
@@ -93,23 +93,23 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
 
 
 def loaded_kinds(engine: Engine, manifest: Manifest, what: LoadWhat) -> list[Kind]:
-    """Return the state kinds that `restore` reads from a checkpoint: the engine's kinds, except an average that was not saved."""
+    """Return the state kinds that `restore` reads. An average that was not saved is left out."""
     wanted = engine.optimizer.state_kinds if what == "all" else (MASTER,)
     return [kind for kind in wanted if kind != EMA or EMA in manifest.kinds]
 
 
 def saved_numel(optimizer: DistributedOptimizer) -> int:
-    """Return the number of elements per kind that this rank saves; over all ranks they sum to the model's parameters."""
+    """Return the number of elements per kind that this rank saves."""
     return sum(segment.stop - segment.start for owned in saved_buckets(optimizer) for segment in owned.segments)
 
 
 def _has_moments(name: str, manifest: Manifest) -> bool:
-    """Whether a parameter was trained in the checkpoint's run; True if the checkpoint lacks it, so that `load` reports it."""
+    """Whether a parameter was trained in the checkpoint's run. True for a missing parameter, which `load` reports."""
     return name not in manifest.tensors or manifest.tensors[name].is_trained
 
 
 def fingerprint(engine: Engine, leave_out: Collection[str] = ()) -> dict[Kind, int]:
-    """Compute the live state's fingerprint over all ranks (see `fingerprint.py`); every rank calls it.
+    """Compute the live state's fingerprint over all ranks. Every rank calls this.
 
     Args:
         engine: engine that holds the state.

@@ -1,13 +1,12 @@
-"""Writes one rank's state: copies it to host memory, from where a thread writes it to disk.
+"""Copies one rank's state to host memory, from where a thread writes it to disk.
 
     training      | step | copy | step | step | step ...            training waits only for the copy
     this thread            `--- widen, write, hash, fsync ---> result, which the next step's flags report
 
-The copy keeps the state's stored form (`engine/optimizer/state.py`), so narrow state takes less host memory and less bandwidth from
-the device. The thread widens one piece at a time to the accumulation dtype, which files always hold.
+The copy keeps the state's stored form (`engine/optimizer/state.py`), which may be narrow. The thread widens one piece at a time to
+the accumulation dtype, which files always hold.
 
-The thread issues no collective and touches no training tensor. A failed write is retried a few times from the beginning, and each
-failure is reported.
+The thread issues no collective and touches no training tensor. A failed write is retried a few times, and each failure is reported.
 """
 
 import time
@@ -37,7 +36,7 @@ RETRY_PAUSES_SECONDS = (1.0, 4.0)
 
 
 class FromCpu:
-    """A `ToHost` for state in CPU memory: `post` copies at once, so `finish` has nothing to wait for."""
+    """A `ToHost` for state in CPU memory. `post` copies at once, so `finish` has nothing to wait for."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -52,7 +51,7 @@ class FromCpu:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One rank's manifest entry for the file that it wrote, and the seconds that this took."""
+    """One rank's manifest entry for its file, and the seconds that writing took."""
 
     file: DataFile
     seconds: float
@@ -64,9 +63,8 @@ class RankWriter:
     Args:
         optimizer: owner of the saved state.
         rank: rank number, part of the file's name.
-        in_background: whether to keep a copy of the state in host memory and write from that copy. If False, the file is written
-            from the live state, and training must wait for the result.
-        on_retry: function called in the thread with the error, each time an attempt is retried.
+        in_background: whether to write from a copy in host memory; if False, training must wait while the live state is written.
+        on_retry: function (error), called in the thread at each retry.
         page_lock: page lock for the copy's host memory; None: the device's default.
         to_host: copier into host memory; None: the device's default.
         thread: executor for the write; None: a new thread.
@@ -110,7 +108,7 @@ class RankWriter:
             ]
 
     def save(self, folder: Path) -> Future[Written]:
-        """Copy the state and start writing `folder`/rank_<n>.safetensors; return once the copy is complete."""
+        """Copy the state, start writing `folder`/rank_<n>.safetensors, and return after the copy."""
         if self._copies:
             self._to_host.finish(self._to_host.post(self._copies))
         return self._thread.submit(self._write, folder)

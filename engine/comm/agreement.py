@@ -1,11 +1,10 @@
-"""Defines the flags that each rank's host sets to 1.0 or 0.0, and that a step's one small all-reduce sums.
+"""Defines the flags that a step's small all-reduce sums over all ranks.
 
-The all-reduced vector begins with numbers from the device: squared gradient norm, loss sum, and rows that did not fit into the
-experts' buffers. Then come these flags, then a loss sum for each token ahead (multi-token prediction).
-`triaxis.engine.step.Engine.update` builds the vector and names its numbers.
+Each rank sets a flag to 1.0 or 0.0, so the sum is a number of ranks. The all-reduced vector begins with three sums from the device:
+squared gradient norm, loss, token rows without room in experts' buffers. The flags follow, and after them a loss sum for each token
+ahead (multi-token prediction).
 
-The number of counted labels is not in the vector. It is summed before the step (`triaxis.engine.step.Engine.post_labels`), because
-the backward divides by them.
+The number of counted labels is not in the vector. `Engine.post_labels` sums it before the step, because the backward divides by it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ NUM_SUMS = 3
 
 
 class SaveFlags(NamedTuple):
-    """Flags about the checkpoint save in progress: each is 0 or 1 on one rank, and after the all-reduce a number of ranks."""
+    """Flags about the checkpoint save in progress."""
 
     written: float = 0.0
     not_written: float = 0.0
@@ -24,14 +23,16 @@ class SaveFlags(NamedTuple):
 
 
 class StopFlags(NamedTuple):
-    """Requests to stop (`engine/comm/stop.py`): each is 0 or 1 on one rank, and after the all-reduce a number of ranks."""
+    """Requests to stop, from `engine/comm/stop.py`."""
 
     preempted: float = 0.0
     interrupted: float = 0.0
 
 
 class StepFlags(NamedTuple):
-    """All flags of a step: each is 0 or 1 on one rank, and after the all-reduce a number of ranks.
+    """All flags of a step.
+
+    On one rank a flag is 0 or 1, and after the all-reduce a number of ranks.
 
     Attributes:
         retried: whether the rank's allocator has had to free memory and try again since the previous step.

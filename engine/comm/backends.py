@@ -1,14 +1,14 @@
-"""Makes every communication call to torch.distributed, and handles what differs between gloo, NCCL and the fake backend.
+"""Calls torch.distributed, and hides the differences between gloo, NCCL and the fake backend.
 
-- gloo's own tensor reduce-scatter runs an all-reduce, which sends twice the bytes. So for gloo this module exchanges the chunks by
-  all-to-all and sums them in rank order, in the accumulation dtype. That order does not depend on how buckets are cut.
+- gloo's own tensor reduce-scatter sends twice the bytes. So this module exchanges the chunks by all-to-all and sums them in rank
+  order, in the accumulation dtype. That order does not depend on how buckets are cut.
 - torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
 - The first point-to-point call on an NCCL group must involve the whole group, so `connect` reduces one element beforehand.
-- NCCL opens a pair's connection in the first group call that names it, and blocks the host until the peer makes the mirrored
-  call. `connect_ring` therefore exchanges one element with both ring neighbours, each way.
-- gloo's sends cannot be queried for completion, so one thread per axis waits for them. NCCL's sends can be queried.
-- The fake backend (used for a footprint) has no peer to send to, and the handles of its sends never complete.
-- gloo reads host memory only: GPU tensors are copied to the host and back (`triaxis.engine.comm.staging`).
+- A pair's first NCCL message blocks the host until the peer makes the mirrored call. So `connect_ring` opens the connections
+  between ring neighbours.
+- gloo's sends cannot be queried for completion, so one thread per axis waits for them.
+- The fake backend (used for a footprint) has no peers, so its sends never complete.
+- gloo reads host memory only. GPU tensors are copied to the host and back (`triaxis.engine.comm.staging`).
 """
 
 from collections.abc import Callable, Sequence
@@ -41,13 +41,15 @@ class Message:
 
 
 class Pending:
-    """An asynchronous call. It keeps its tensors alive until `wait()`, which may be called repeatedly.
+    """An asynchronous call, which keeps its tensors alive until `wait()`.
+
+    `wait()` may be called repeatedly.
 
     Args:
         result: tensor that `wait` returns, unless `finish` computes another.
         work: the backend's handles; empty if nothing is in flight.
-        finish: function that computes the result once the handles have completed; None: the result is `result`.
-        written: the ledger that recorded the call, and the recorded event. The ledger's observers then follow the call.
+        finish: function () -> result, called once the handles have completed; None: the result is `result`.
+        written: the call's ledger and event, which the ledger's observers follow; None: the call is not recorded.
         keep: further tensors to keep alive until the wait.
     """
 
@@ -92,7 +94,7 @@ class Pending:
 
 
 class _WatchedSend:
-    """A gloo send that a thread waits for, so that its completion can be queried without blocking."""
+    """A gloo send that a thread waits for, so that `is_completed` never blocks."""
 
     def __init__(self, watcher: ThreadPoolExecutor, work: Work) -> None:
         self._done: Future[Any] = watcher.submit(work.wait)
@@ -105,7 +107,7 @@ class _WatchedSend:
 
 
 class _TakenSend:
-    """A send on the fake backend. No peer exists to receive it, so it counts as complete at once."""
+    """A send on the fake backend, which counts as complete at once."""
 
     def wait(self) -> None:
         pass
@@ -137,8 +139,8 @@ class Backend:
         """Run `call`, through the carrier if there is one, and return one handle per use.
 
         Args:
-            call: function that calls torch and returns the handles. Its argument is a function that maps a tensor to the one that
-                torch gets: the tensor itself, or its copy in host memory.
+            call: function (seen) -> handles, which calls torch with `seen(tensor)` in place of each tensor. `seen` returns the
+                tensor itself, or its copy in host memory.
             uses: for each handle, the tensors that its call reads and writes.
         """
         if self.carrier is not None:
@@ -189,8 +191,7 @@ class Backend:
     def connect_ring(self, device: torch.device, index: int) -> None:
         """Open member `index`'s connections to both ring neighbours, each way, in one group call.
 
-        All members call this while no message is in flight. The calls mirror each other: each pair opens the same connections at
-        both ends. With two members, both neighbours are one peer, which is named twice, in the same order on both ends.
+        All members call this while no message is in flight.
         """
         following, preceding = ((index + step) % len(self._ranks) for step in (1, -1))
         ends = [("send", following), ("recv", preceding), ("send", preceding), ("recv", following)]
@@ -212,8 +213,8 @@ class Backend:
         """Post a sum over the group that scatters `full` along dim 0.
 
         Returns:
-            A tensor, the handles, and a function that computes the result once the handles have completed. If the function is None,
-            the tensor receives the result itself; otherwise the tensor is a placeholder.
+            A tensor, the handles, and a function or None. The function computes the result once the handles have completed. Without
+            a function, the tensor receives the result.
         """
         shape = (full.shape[0] // len(self._ranks), *full.shape[1:])
         if self.kind != "gloo":
@@ -274,6 +275,6 @@ class Backend:
         return CPU if self.kind == "gloo" else device
 
     def _synchronize(self, device: torch.device) -> None:
-        """If the backend is NCCL, wait until the device has run the posted calls; on other backends they have already finished."""
+        """With NCCL, wait until the device has run the posted calls."""
         if self.kind == "nccl":
             torch.cuda.synchronize(device)

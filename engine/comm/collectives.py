@@ -1,9 +1,8 @@
-"""Posts the collectives and sends on one group of ranks, labelled and recorded in the ledger.
+"""Posts collectives and messages on one group of ranks.
 
-An `Axis` is one group of ranks as one member sees it. Its verbs (`all_reduce`, `broadcast`, ...) return a `Pending`
-(`triaxis.engine.comm.backends`), whose `wait()` returns the result. Whatever runs between the post and the wait overlaps the call.
-On a one-rank axis a verb returns its input unchanged and calls nothing, so callers need no special case. Each call is labelled with
-its purpose and written to the `Ledger`. Differences between backends are in `triaxis.engine.comm.backends`.
+An `Axis` is one group of ranks. Its verbs, such as `all_reduce`, return a `Pending` (`triaxis.engine.comm.backends`), whose
+`wait()` returns the result. Whatever runs between the post and the wait overlaps the call. On a one-rank axis, a verb returns its
+input unchanged and calls nothing. Each call is written to the `Ledger` with its purpose.
 """
 
 from collections.abc import Sequence
@@ -21,9 +20,8 @@ from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 class Axis:
     """One group of ranks, as this member sees it.
 
-    Verbs name a peer by its index on the axis, not by its global rank. So a layer's code does not depend on where the axis lies in
-    the grid. A verb posts and never waits, except `sum_values` and `barrier`. The caller chooses where to wait, and thus what runs
-    meanwhile. Results can go into the caller's memory (`out`), because gradients and weights have fixed places in flat tensors.
+    Verbs name a peer by its index on the axis, not by its global rank. A verb posts and never waits, except `sum_values` and
+    `barrier`. The caller chooses where to wait, and thus what runs meanwhile. `out`, where given, receives the result.
 
     Attributes:
         name: axis name ("tp", "dp", "pp_forward", ...), which labels its calls in the ledger.
@@ -54,18 +52,18 @@ class Axis:
         self._backend = None if group is None else Backend(name, group, self.ranks, carrier)
 
     def with_ledger(self, ledger: Ledger) -> "Axis":
-        """Return a copy of this axis that shares its process group but records its calls in `ledger`."""
+        """Return a copy of this axis with another ledger and the same process group."""
         axis = copy(self)
         axis.ledger = ledger
         return axis
 
     def connect(self, device: torch.device) -> None:
-        """Open the connections now, so that a missing peer shows up at start and not in the first step."""
+        """Open the connections now, so that a missing peer shows up at start."""
         if self._backend is not None:
             self._backend.connect(device)
 
     def connect_ring(self, device: torch.device) -> None:
-        """Open the point-to-point connections to both ring neighbours, each way; all members call it."""
+        """Open the connections for messages to and from both ring neighbours. All members call this method."""
         if self._backend is not None:
             self._backend.connect_ring(device, self.index)
 
@@ -94,8 +92,8 @@ class Axis:
     def reduce_scatter(self, full: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
         """Sum `full` [size * n, ...] over the axis and keep this member's [n, ...] along dim 0.
 
-        If `out` is given, it receives the result. It may be this member's slice of `full`: that slice then holds the sum, and the
-        other slices keep this member's own values. gloo's sums are kept in the accumulation dtype.
+        If `out` is given, it receives the result. `out` may be this member's slice of `full`. The other slices then keep this
+        member's own values. With gloo, sums are computed in the accumulation dtype.
         """
         backend = self._backend
         if backend is None:
@@ -107,7 +105,10 @@ class Axis:
         return Pending(result, work, finish, (self.ledger, posted), keep=[full])
 
     def all_to_all(self, tensor: torch.Tensor, purpose: str) -> Pending:
-        """Send block i of `tensor` [size, ...] to member i. The result has the same shape; its block i comes from member i."""
+        """Send block i of `tensor` [size, ...] to member i.
+
+        The result has the same shape, and its block i comes from member i.
+        """
         backend = self._backend
         if backend is None:
             return Pending(tensor)
@@ -120,9 +121,10 @@ class Axis:
     def all_to_all_rows(
         self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], purpose: str
     ) -> Pending:
-        """Send the next `sent[i]` rows of `tensor` [sum(sent), ...] to each member i in turn; `sent[i]` may be 0.
+        """Send `sent[i]` rows of `tensor` [sum(sent), ...] to each member i.
 
-        The result has `received[i]` rows from each member i in turn. Sender and receiver must both know each row count in advance.
+        Rows lie in member order. The result has `received[i]` rows from each member i, in member order. Sender and receiver must
+        both know each row count in advance.
         """
         backend = self._backend
         if backend is None:
@@ -144,7 +146,7 @@ class Axis:
         return Pending(tensor, work, written=(self.ledger, posted))
 
     def exchange(self, messages: Sequence[Message], purpose: str) -> list[Pending]:
-        """Post point-to-point messages as one group call; one `Pending` per message, in order."""
+        """Post messages as one group call, and return one `Pending` per message in order."""
         assert self._backend is not None, "a one-rank pipeline hands over locally"
         events = [
             self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size, message.peer, place)

@@ -1,11 +1,10 @@
-"""Gathers one row of numbers from each rank on rank 0, through groups that exist already.
+"""Gathers one row of numbers from each rank on rank 0, through existing groups.
 
     along tp    every rank receives the rows of its tensor-parallel group
     along pp    ranks with tp index 0 receive all pp x tp rows of their pipeline
     along dp    ranks with tp and pp index 0 receive all rows; rank 0 is one of them
 
-Only the ranks in the dp line have traffic that grows with the number of replicas. An all-gather over the world would bring all rows
-to all ranks. A gather by sends and receives would open a connection from rank 0 to each rank.
+Only the ranks in the dp line have traffic that grows with the number of replicas.
 """
 
 from itertools import pairwise
@@ -19,9 +18,9 @@ ORDER = ("tp", "pp", "dp")
 
 
 class Gathering:
-    """One gather in progress: every rank's row travels to rank 0. Rows are 1-D and equally long on every rank.
+    """One gather in progress to rank 0.
 
-    All ranks create the same gatherings in the same order, and call `finish` on them in the same order.
+    Rows are 1-D and equally long on every rank. All ranks create and finish the same gatherings in the same order.
     """
 
     def __init__(self, topology: Topology, row: torch.Tensor, purpose: str) -> None:
@@ -33,7 +32,7 @@ class Gathering:
         self._pending = self._axes[0].all_gather(row, purpose)
 
     def finish(self) -> torch.Tensor | None:
-        """Return all ranks' rows [world size, n] in rank order, on rank 0's device; None on the other ranks."""
+        """Return all ranks' rows [world size, n] in rank order on rank 0, None elsewhere."""
         rows = self._pending.wait()
         for before, axis in pairwise(self._axes):
             if before.index:

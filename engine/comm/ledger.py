@@ -1,11 +1,10 @@
 """Records one rank's communication calls, waits and marks since the last reset, in order.
 
-    post   op, axis, purpose, the input tensor's dtype and numel, group size; for a send or receive also the peer and the group call
-    wait   the same call's index, written when the wait for the result returns
-    mark   a named point in the computation, such as attention to a gathered piece: its place between a post and a wait proves that
-           they overlap; also a host read of device values, whose begin and end the observers are told
+    post   a call, with its op, axis, purpose, and the dtype and size of its input
+    wait   the return of the wait for a call
+    mark   a named point in the computation; its place between a post and a wait proves that they overlap
 
-A call is recorded with its own arguments; the ledger derives nothing from them, such as wire bytes.
+A host read of device values is a mark too. The ledger derives nothing from a call, such as wire bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,10 +64,9 @@ class Event(NamedTuple):
 
 
 class WaitObserver(Protocol):
-    """An observer that follows a rank's calls, its waits for them, and its host reads.
+    """Observer of a rank's calls, waits and host reads.
 
-    `posted` is the call's event, `handles` are the backend's handles for it (`triaxis.engine.comm.staging.Work`), and `mark` is the
-    host read's event.
+    `posted` is a call's event, and `handles` are the backend's handles for the call. `mark` is a host read's event.
     """
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None: ...
@@ -82,7 +80,7 @@ class Ledger:
     """The record of one rank's calls, waits and marks.
 
     Args:
-        observers: objects that the ledger and `Pending` notify, in this order, of calls, waits and host reads.
+        observers: objects to notify, in this order, of calls, waits and host reads.
     """
 
     def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:
@@ -91,7 +89,7 @@ class Ledger:
         self._num_calls = 0
 
     def reset(self) -> None:
-        """Delete all events and number calls from 0 again, as a new step begins."""
+        """Delete all events and number calls from 0 again."""
         self.events = []
         self._num_calls = 0
 
@@ -132,7 +130,7 @@ class Ledger:
 
     @contextmanager
     def host_read(self, purpose: str) -> Iterator[None]:
-        """Record that this `with` block reads device values on the host, which waits there until the device has computed them."""
+        """Record that this `with` block reads device values on the host."""
         mark = _mark(HOST_READ, purpose)
         self.events.append(mark)
         for observer in self.observers:

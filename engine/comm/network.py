@@ -1,13 +1,13 @@
-"""Finds the network interface that leads to the other ranks, and opens sockets that listen only there.
+"""Finds the network interface to the other ranks, and opens listening sockets only there.
 
 A node's cluster interface is the one over which it reaches MASTER_ADDR. A single-node run meets at 127.0.0.1, so all its traffic
 stays on the loopback interface. The steps from the name to the sockets:
 
     MASTER_ADDR ->  address to talk from   the kernel's route; no packet is sent
-                ->  interface              gloo's and NCCL's sockets (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME where unset)
-                ->  listening socket       the store's, on rank 0's node: torch's own would listen on every interface
+                ->  interface              for gloo's and NCCL's sockets, unless the user has set their variables
+                ->  listening socket       for the store on rank 0's node; torch's own would listen on every interface
 
-The sockets ask for no password: any program that reaches the store can end or mislead the run.
+The sockets ask for no password. Any program that reaches the store can end or mislead the run.
 """
 
 import ipaddress
@@ -48,10 +48,9 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
 
     Args:
         master_addr: name or address at which the ranks meet.
-        several_nodes: whether ranks run on other nodes too. Many machines list their own name in /etc/hosts as 127.0.1.1, an
-            address that other nodes cannot reach. If the name resolves to such an address, the result is the interface that the
-            user's variables name, else the only other interface. (If `master_addr` itself is a loopback address, all "nodes" are
-            this machine.)
+        several_nodes: whether ranks run on other nodes too. Other nodes cannot reach a name that resolves to a loopback address
+            here. The result is then the interface in the user's variables, or else the only other one. A `master_addr` that is
+            itself a loopback address is used as given.
 
     Raises:
         TopologyError: the name does not resolve, there is no route to it, or no single interface qualifies.
@@ -71,16 +70,18 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
 
 
 def interface_variables(interface: Interface, variables: Mapping[str, str]) -> dict[str, str]:
-    """Build the environment variables that tell gloo and NCCL the interface, without those that the user has set.
+    """Build the environment variables that tell gloo and NCCL the interface.
 
-    NCCL's value is `=NAME`: NCCL would read a bare name as a prefix of interface names.
+    Variables that the user has set are left out. NCCL's value is `=NAME`, since NCCL would read a bare name as a prefix.
     """
     wanted = {GLOO_VARIABLE: interface.name, NCCL_VARIABLE: f"={interface.name}"}
     return {name: value for name, value in wanted.items() if not variables.get(name)}
 
 
 def listening_socket(interface: Interface, port: int) -> socket.socket:
-    """Open a socket that listens at the interface's address only. The caller must close it or pass its descriptor to an owner.
+    """Open a socket that listens at the interface's address only.
+
+    The caller must close it or pass its descriptor to an owner.
 
     Args:
         port: port number; 0 picks a free one.
@@ -105,7 +106,9 @@ def listening_socket(interface: Interface, port: int) -> socket.socket:
 
 
 def _route(host: str) -> str:
-    """Find the address from which this node talks to `host`; if `host` is this node itself, that is `host`'s own address.
+    """Find the address from which this node talks to `host`.
+
+    If `host` is this node itself, the result is the host's own address.
 
     Raises:
         TopologyError: the name does not resolve, or there is no route to it.
@@ -149,9 +152,9 @@ def _is_loopback(addresses: list[str]) -> bool:
 
 
 def _chosen(master_addr: str, addresses: Mapping[str, list[str]], variables: Mapping[str, str]) -> Interface:
-    """Choose the interface if MASTER_ADDR resolves to a loopback address here and ranks on other nodes must reach this node.
+    """Choose the interface if MASTER_ADDR resolves to a loopback address on this node.
 
-    It is the interface that the user's variables name, else the only one that leads out of the node.
+    The result is the interface in the user's variables, or else the only one that leads out of the node.
 
     Raises:
         TopologyError: several interfaces lead out, or none does.

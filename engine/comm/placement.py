@@ -1,7 +1,7 @@
 """Chooses a rank's device and backend, and checks that all ranks' choices fit together.
 
 `place` follows the launcher's decision (`triaxis.engine.device.gpus`) or raises an error. `judge_places` runs on rank 0 before any
-group is created. If one rank has no GPU, it stops all ranks with one error.
+group is created, so one bad rank stops all ranks with one error.
 """
 
 import socket
@@ -36,7 +36,9 @@ class Place:
 
 
 def place(config: RuntimeConfig, local_rank: int, variables: Mapping[str, str]) -> Place:
-    """Choose this rank's device and backend: as the launcher decided, or by the same rules if our launcher did not start it.
+    """Choose this rank's device and backend.
+
+    The launcher's decision counts. If our launcher did not start this rank, the same rules apply here.
 
     Args:
         config: the config's `runtime` section.
@@ -83,8 +85,8 @@ def _lost_gpus(gpus: Gpus) -> str:
 def _gpu_of(local_rank: int, num_gpus: int, backend: str) -> torch.device:
     """Choose the GPU with the index `local_rank`, modulo the number of visible GPUs.
 
-    With gloo, several ranks can thus share a GPU. With NCCL, the index may exceed the number only if the rank sees a single GPU:
-    SLURM shows each task its own GPU with --gpus-per-task=1. `judge_places` finds two ranks on one GPU.
+    With gloo, several ranks can thus share a GPU. With NCCL, a rank may take GPU 0 for any index if it sees a single GPU. SLURM
+    shows each task its own GPU with --gpus-per-task=1.
 
     Raises:
         TopologyError: the backend is NCCL, and the rank sees several GPUs but none with its index.
@@ -98,7 +100,7 @@ def _gpu_of(local_rank: int, num_gpus: int, backend: str) -> torch.device:
 
 
 def facts_of(where: Place) -> Facts:
-    """Collect what `judge_places` compares: host, device type, backend and, with NCCL, the GPU's UUID."""
+    """Collect the facts that `judge_places` compares. These are host, device type, backend and, with NCCL, the GPU's UUID."""
     facts: Facts = {"host": socket.gethostname(), "device": where.device.type, "backend": where.backend}
     if where.backend == NCCL:
         facts["uuid"] = str(torch.cuda.get_device_properties(where.device).uuid)
@@ -106,10 +108,10 @@ def facts_of(where: Place) -> Facts:
 
 
 def judge_places(every: Sequence[Facts]) -> str | None:
-    """Describe why the ranks' devices or backends do not fit together; None if they do.
+    """Describe why the ranks' devices or backends do not fit together, or return None.
 
-    `every` holds, in rank order, each rank's `facts_of`, or `host` and `problem` for a rank that has no `Place`.
-    `triaxis.engine.comm.store_agreement.compare_facts` calls this function on rank 0.
+    Args:
+        every: each rank's `facts_of`, in rank order. A rank without a `Place` gives `host` and `problem` instead.
     """
     failed = {rank: str(facts["problem"]) for rank, facts in enumerate(every) if "problem" in facts}
     if failed:

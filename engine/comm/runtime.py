@@ -1,7 +1,7 @@
-"""Starts and stops one rank: device, allocator, backend, threads, the default process group.
+"""Starts and stops one rank's device, allocator and default process group.
 
-`RankEnvironment` holds a launcher's environment variables (torchrun, srun). `start` turns it into a `Runtime`;
-`Runtime.close` undoes it. No module variable holds state.
+`RankEnvironment` holds a launcher's environment variables (torchrun, srun). `start` turns it into a `Runtime`; `Runtime.close`
+undoes `start`.
 """
 
 import os
@@ -39,7 +39,7 @@ COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """This process's number among all ranks, and where they meet, from the launcher's variables; by default it runs alone."""
+    """This process's number among all ranks, and the address where they meet. By default, the process runs alone."""
 
     rank: int = 0
     world_size: int = 1
@@ -79,7 +79,7 @@ class RankEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """One rank after `start`: its environment and device. `close` destroys the default process group."""
+    """One rank after `start`, until `close` destroys the default process group."""
 
     environment: RankEnvironment
     device: torch.device
@@ -90,7 +90,7 @@ class Runtime:
 
 
 def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server: bool) -> dist.TCPStore:
-    """Open the TCP store through which ranks or launchers find each other and exchange small facts.
+    """Open the TCP store through which ranks or launchers exchange small facts.
 
     Args:
         interface: this node's interface to the others.
@@ -112,7 +112,7 @@ def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server
 
 
 def write_flight_record(path: Path) -> None:
-    """Write NCCL's last calls on this rank as JSON to `path`; do nothing if the process has no NCCL or torch no flight recorder."""
+    """Write NCCL's last calls on this rank to `path`, as JSON. Without NCCL or its flight recorder, nothing is written."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return
     dump = next((getattr(_c10d, name) for name in _FLIGHT_RECORDERS if hasattr(_c10d, name)), None)
@@ -122,9 +122,9 @@ def write_flight_record(path: Path) -> None:
 
 
 def flight_recorder(torch_version: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Build the variable that starts NCCL's flight recorder in this torch version, unless the user set one.
+    """Build the environment variable that starts NCCL's flight recorder.
 
-    The variable's name depends on the version: newer ones warn on every rank if they find the older name.
+    The variable's name depends on the torch version. Return {} if the user has set either name.
     """
     older, newer = FLIGHT_RECORDER_VARIABLES
     if any(variables.get(name) for name in FLIGHT_RECORDER_VARIABLES):
@@ -134,10 +134,10 @@ def flight_recorder(torch_version: str, variables: Mapping[str, str]) -> dict[st
 
 
 def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Build the variable that sets a rank's number of torch.compile workers, unless the user has set it.
+    """Build the environment variable that sets a rank's number of torch.compile workers.
 
-    By default each rank starts min(32, cores) workers. If the ranks' allowed cores add up to more than the node has, ranks share
-    them, and each gets an equal part. Otherwise a rank may have cores of its own (srun with --cpus-per-task) and uses all of them.
+    If ranks share cores, each rank gets an equal part of them. A rank with cores of its own (srun --cpus-per-task) uses all of
+    them. Return {} if the user has set the variable.
     """
     if variables.get(COMPILE_THREADS):
         return {}
@@ -149,9 +149,8 @@ def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict
 def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
     """Take the device and join the default process group.
 
-    The launcher or `triaxis.engine.device.gpus` decides the backend. The store's keys carry the restart count, so a restarted group
-    never reads a dead group's addresses. Rank 0's store and the gloo and NCCL sockets listen on the interface that leads to
-    MASTER_ADDR (`triaxis.engine.comm.network`). A hand-started torchrun uses torch's store, which listens on all interfaces.
+    Rank 0's store and the gloo and NCCL sockets listen only on the interface that leads to MASTER_ADDR. A hand-started torchrun
+    uses torch's store, which listens on all interfaces.
 
     Raises:
         TopologyError: raised on every rank, if one rank cannot use its device, or if the ranks' devices and backends do not fit
@@ -189,7 +188,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
 
 
 def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
-    """Connect to the store that rank 0 or the launcher hosts; return a section of it for this start or restart."""
+    """Connect to the store, and open a section for this start or restart. Rank 0 or the launcher hosts the store."""
     assert environment.master_port is not None, "a group of several ranks has an address"
     hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     interface = cluster_interface(
@@ -207,7 +206,7 @@ def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
 
 
 def _take(environment: RankEnvironment, config: RuntimeConfig) -> Place:
-    """Choose this rank's device and make it current; the allocator is set up first, before any tensor exists.
+    """Set up the allocator, choose this rank's device and make it current.
 
     Raises:
         TopologyError: the rank cannot use the device.

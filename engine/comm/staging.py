@@ -1,18 +1,16 @@
-"""Runs calls of a backend that reads host memory only, on GPU tensors: copies them out, calls, copies results back.
+"""Runs calls on GPU tensors through a backend that reads host memory only.
 
-With gloo, several ranks can share one GPU (NCCL refuses two ranks on one device). A single card can then run a whole layout's real
-kernels, streams and allocator. A call passes three stages:
+With gloo, several ranks can share one GPU, which NCCL refuses. A single card can then run a whole layout's kernels, streams and
+allocator. A call passes three stages:
 
-    post      the side stream waits for the current stream, then copies the tensors that the call reads to pinned memory
-    worker    a thread per process group waits for these copies, then makes the calls, in the order in which they were posted
+    post      a side stream copies the tensors that the call reads to pinned memory
+    worker    a thread per process group waits for these copies, then makes the calls in posting order
     wait      the host waits for the backend; written tensors are copied back on the current stream
 
-Each rank's calls on a group run in the order of their posts: NCCL requires that, and gloo matches calls by their order. The worker
-waits only for this rank's GPU, never for a peer, so two process groups cannot block each other. Unlike with NCCL, `wait` blocks the
-host.
+The worker never waits for a peer, so two process groups cannot block each other. Unlike with NCCL, `wait` blocks the host.
 
-If the tensors are on the CPU, there are no streams. The worker then makes the copies itself, late, as a busy GPU would. So code
-that changes a tensor between post and wait sends the wrong numbers on the CPU too, which lets the tests find it.
+On the CPU, the worker makes the copies itself, as late as a busy GPU would. So code that changes a tensor between post and wait
+fails tests on the CPU too.
 """
 
 import threading
@@ -40,14 +38,14 @@ class Work(Protocol):
 
 
 class TensorUse(NamedTuple):
-    """The tensors that one handle's call reads and writes; a tensor that is reduced in place is in both lists."""
+    """The tensors that a call reads and writes for one of its handles. A tensor that is reduced in place is in both lists."""
 
     read: Sequence[torch.Tensor] = ()
     written: Sequence[torch.Tensor] = ()
 
 
 class Carrier(Protocol):
-    """An object through which one process group's calls go, instead of directly to torch; `Staging` is one."""
+    """Interface through which one process group's calls go, instead of directly to torch."""
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
         """Make `call` after all calls that were posted before, and return one handle per use."""
@@ -59,7 +57,10 @@ class Carrier(Protocol):
 
 
 class _Rooms:
-    """Host memory for one call's stand-ins (copies of its tensors). The pool gets it back after the last handle's wait."""
+    """Host memory for one call's stand-ins, the copies of its tensors.
+
+    The pool gets the memory back after the last handle's wait.
+    """
 
     def __init__(self, pool: PinnedPool, vectors: Sequence[torch.Tensor], num_handles: int) -> None:
         self._pool = pool
@@ -70,7 +71,11 @@ class _Rooms:
         self._guard = threading.Lock()
 
     def over(self, event: torch.cuda.Event | None) -> None:
-        """Record that one handle's wait is over; `event` marks the end of its copies on the stream, None if there are none."""
+        """Record that one handle's wait is over.
+
+        Args:
+            event: end of the handle's copies on the stream; None: no copies.
+        """
         with self._guard:
             self._events += [] if event is None else [event]
             self._num_open -= 1
@@ -112,7 +117,7 @@ class StagedWork:
             self._future.set_result(None)
 
     def get_future(self) -> "torch.futures.Future[None]":
-        """Return a future that completes at the end of `wait`; only then are the results in the caller's tensors."""
+        """Return a future that completes at the end of `wait`."""
         if self._future is None:
             self._future = torch.futures.Future()
         return self._future
@@ -125,11 +130,10 @@ class StagedWork:
 
 
 class Staging:
-    """The carrier of one process group: it copies tensors to host memory, and its worker thread makes the calls.
+    """The carrier of one process group, whose worker thread makes the calls.
 
     Args:
-        cuda: object that provides streams and events as torch.cuda does; a race check passes its own. None: torch.cuda on a GPU,
-            and no streams elsewhere.
+        cuda: object that provides streams and events as torch.cuda does; None: torch.cuda on a GPU, and no streams elsewhere.
         worker: executor that makes the calls; None: a new thread.
         page_lock: object that locks the pages of the stand-ins' host memory; None: the default for the device.
     """
@@ -180,7 +184,7 @@ class Staging:
         ]
 
     def close(self) -> None:
-        """Stop the worker and unlock the host memory; calls that the worker has not made yet are dropped."""
+        """Stop the worker and unlock the host memory. Calls that the worker has not made yet are dropped."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._pool.close()
 
@@ -190,12 +194,15 @@ class Staging:
         return cast(torch.cuda.Event, self._cuda.current_stream(self._device).record_event())
 
     def _lend(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that the side stream reads the tensor, so the owner may release it before the copy has run."""
+        """Let the owner release the tensor before the side stream has copied it."""
         assert self._side is not None
         tensor.record_stream(self._side)
 
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to copy each tensor to its stand-in; return a function that waits for the copies, or without streams makes them."""
+        """Begin to copy each tensor to its stand-in, and return a function that waits.
+
+        If there are no streams, that function makes the copies.
+        """
         if self._cuda is None or self._side is None:
             return lambda: _copy(copies)
         if not copies:

@@ -1,17 +1,15 @@
-"""Stops a run before its last step: signals on any rank, agreed by all.
+"""Stops a run before its last step when any rank receives a signal.
 
-    SIGTERM, SIGUSR1    preempted      finish the step, save, end with the requeue code: the run goes on later
-    SIGHUP              the same       the terminal or the connection is gone; under nohup it stays ignored
+    SIGTERM, SIGUSR1    preempted      finish the step, save, end with the requeue code
+    SIGHUP              preempted      the same; under nohup the signal stays ignored
     SIGINT              interrupted    finish the step, save, end as after Ctrl-C
     SIGINT again        -              end at once, nothing is saved
 
-A handler only sets a flag. A rank's requests travel as two flags in the step's small all-reduce. Every rank reads the same step's
-sum at the same point in its loop. All ranks therefore stop after the same step and save it together.
+A handler only sets a flag. The step's small all-reduce sums the flags, so all ranks stop after the same step and save it together.
+Each validation batch and each token of the sample text also sums them.
 
-The same flags are also summed with each validation batch (`engine/run/validation.py`) and each token of the sample text.
-
-Before training there is nothing to save, so these signals keep their default action and end the rank. `evaluate`, `generate` and
-`verify` never save, so there the signals end the rank at any time.
+Before training there is nothing to save, so these signals end the rank. In `evaluate`, `generate` and `verify`, they end the rank
+at any time.
 """
 
 import os
@@ -43,7 +41,7 @@ STOP_OF_SIGNAL = {
 
 
 def stop_signals() -> list[signal.Signals]:
-    """List the signals in `STOP_OF_SIGNAL`, without SIGHUP if this process ignores it, as under nohup."""
+    """List the signals in `STOP_OF_SIGNAL`, without a SIGHUP that this process ignores."""
     return [one for one in STOP_OF_SIGNAL if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
@@ -75,7 +73,7 @@ class StopRequest:
         self._before.clear()
 
     def ask(self, stop: Stop) -> None:
-        """Request a stop on this rank; the others see it in the next step's agreement."""
+        """Request a stop on this rank. The other ranks learn of the request in the next step's all-reduce."""
         self._asked.add(stop)
 
     def flags(self) -> StopFlags:
@@ -83,7 +81,7 @@ class StopRequest:
         return StopFlags(float(Stop.PREEMPTED in self._asked), float(Stop.INTERRUPTED in self._asked))
 
     def decide(self, flags: Sequence[float]) -> None:
-        """Set `agreed` from a step's `flags()`, summed over all ranks. Ctrl-C on any rank outranks a scheduler's signal."""
+        """Set `agreed` from a step's `flags()`, summed over all ranks. An interrupt on any rank outranks a preemption."""
         preempted, interrupted = flags
         if interrupted:
             self.agreed = Stop.INTERRUPTED

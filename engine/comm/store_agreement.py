@@ -1,13 +1,11 @@
 """Compares facts of all ranks through their store, before the ranks communicate.
 
-If a rank's facts differ, the others would wait for calls that this rank never makes. The store works even if no process group can
-be created. The steps:
+The store works even if no process group can be created. If a rank's facts differ, the others would wait for calls that this rank
+never makes. The steps:
 
     every rank     writes its facts
     rank 0         reads all ranks' facts, judges them, writes the verdict
-    every rank     reads the verdict; if it is bad, waits until all have read it, and raises it
-
-Each rank exchanges three small messages with the store; rank 0 alone reads one more for each rank.
+    every rank     reads the verdict, and raises a bad one once all ranks have read it
 """
 
 import json
@@ -32,12 +30,12 @@ RANK_0_FIRST_SECONDS = 1.0
 
 @contextmanager
 def naming_the_silent(store: dist.Store, rank: int, keys: Mapping[int, str], ranks_per_node: int = 0) -> Iterator[None]:
-    """Turn a store timeout in the `with` block into an error that names the silent ranks; without a timeout, send nothing.
+    """Turn a store timeout in the `with` block into an error that names silent ranks.
 
     Args:
         store: store that the block waits on.
         rank: this rank.
-        keys: for each rank, the key that it writes to the store before or in the block.
+        keys: key that each rank writes to the store before or in the block, by rank.
         ranks_per_node: node size, so that the error can name nodes; 0: unknown.
 
     Raises:
@@ -68,12 +66,14 @@ def compare_facts(
     judge: Callable[[Sequence[Facts]], str | None],
     ranks_per_node: int = 0,
 ) -> None:
-    """Compare the facts of all ranks; every rank calls it.
+    """Compare the facts of all ranks.
+
+    Every rank calls this function.
 
     Args:
         store: store that all ranks reach; each comparison needs a store section of its own.
         facts: this rank's facts, in JSON's types.
-        judge: function that takes the facts in rank order and returns what is wrong with them, or None. It runs on rank 0 only.
+        judge: function (facts in rank order) -> what is wrong with them, or None. It runs on rank 0 only.
         ranks_per_node: node size, so that an error can name nodes; 0: unknown.
 
     Raises:
@@ -98,15 +98,15 @@ def compare_details(
     judge: Callable[[Facts, Facts, int], str],
     ranks_per_node: int = 0,
 ) -> None:
-    """Compare details that are too long to send from every rank; every rank calls it.
+    """Compare details that are too long to send from every rank.
 
-    Each rank sends a digest. If all digests are equal, nothing more is sent. Otherwise rank 0 and the first rank with another
-    digest send their details.
+    Every rank calls this function and sends a digest. If the digests differ, rank 0 and the first rank with another digest send
+    their details.
 
     Args:
         store: store that all ranks reach; each comparison needs a store section of its own.
         digest: digest of this rank's details.
-        details: function that returns the details, in JSON's types.
+        details: function () -> the details, in JSON's types.
         judge: function (rank 0's details, the other rank's details, the other rank) -> what is wrong. It runs on rank 0 only.
         ranks_per_node: node size, so that an error can name nodes; 0: unknown.
 
@@ -134,7 +134,7 @@ def compare_details(
 
 
 def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """Read rank 0's verdict; if it is bad, raise it once all ranks have read it."""
+    """Read rank 0's verdict, and raise a bad one once all ranks have read it."""
     problem = json.loads(store.get("verdict"))
     if problem is None:
         return
@@ -149,9 +149,12 @@ def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def rank_0_says(text: str, key: str) -> str:
-    """Return rank 0's text on every rank, through the default group's store; each call needs a new key.
+    """Return rank 0's text on every rank.
 
-    A process without a default group is alone and returns its own text.
+    The text goes through the default group's store. A process without a default group returns its own text.
+
+    Args:
+        key: key in the store, a new one for each call.
 
     Raises:
         PeerLostError: rank 0 does not answer in time, see `naming_the_silent`.
@@ -171,16 +174,15 @@ def run_store(name: str) -> dist.Store:
 
 
 def is_alone() -> bool:
-    """Whether this process runs without other ranks; true in a footprint too, whose backend and store are fake."""
+    """Whether this process runs without other ranks. True in a footprint too, whose backend and store are fake."""
     return not dist.is_initialized() or dist.get_backend() == "fake"
 
 
 def compare_group_counts() -> None:
     """Check that all ranks have created equally many process groups so far.
 
-    Every rank in the default group calls it before it creates groups. torch names a group after its ranks and the number of groups
-    that this process has created so far. With different numbers, ranks would wait for each other under different names, until the
-    timeout.
+    Every rank in the default group calls this function before it creates groups. torch derives a group's name from this number.
+    With different numbers, ranks would wait for each other under different names, until the timeout.
 
     Raises:
         TopologyError: raised on every rank, naming the ranks that differ.
@@ -194,7 +196,10 @@ def compare_group_counts() -> None:
 
 
 def judge_group_counts(every: Sequence[Facts]) -> str | None:
-    """Describe which ranks have how many process groups (fact `num_groups`, torch's default group included); None if all agree."""
+    """Describe which ranks have how many process groups, or return None if all agree.
+
+    The fact `num_groups` counts torch's default group too.
+    """
     counts = grouped(every, lambda facts: str(facts["num_groups"]))
     if len(counts) == 1:
         return None

@@ -1,4 +1,4 @@
-"""Exchanges texts over an axis as bytes in tensors: no pickle is involved."""
+"""Exchanges texts over an axis, as bytes without pickle."""
 
 import torch
 
@@ -12,9 +12,9 @@ TEXT_BYTES = 4096
 def gather_text(
     axis: Axis, text: str, device: torch.device, purpose: str, most_bytes: int | None = TEXT_BYTES
 ) -> list[str]:
-    """Gather every member's text, in rank order; for example the reasons for errors.
+    """Gather every member's text on every member, in rank order.
 
-    The members agree on the longest text first, so a round in which all texts are empty costs one number per member.
+    If all texts are empty, the call costs one number per member.
 
     Args:
         most_bytes: limit in UTF-8 bytes, to which longer texts are cut; None: no limit.
@@ -30,7 +30,7 @@ def gather_text(
 
 
 def announce(axis: Axis, text: str, device: torch.device, purpose: str) -> str:
-    """Return the first member's text on every member; the others' texts are ignored.
+    """Return the first member's text on every member.
 
     A text that is longer than `TEXT_BYTES` in UTF-8 is cut.
     """

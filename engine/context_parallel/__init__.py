@@ -1,1 +1,4 @@
-"""Context parallelism: each sample is cut over ranks, which gather keys and values or exchange heads for attention."""
+"""Context parallelism, which cuts each sample over ranks.
+
+For attention, the ranks gather keys and values or exchange heads.
+"""

@@ -1,14 +1,14 @@
-"""Attention from a rank's queries to whole rows, with keys and values gathered over cp (2407.21783, section 3.3.2).
+"""Attends from a rank's queries to keys and values gathered over cp (2407.21783, section 3.3.2).
 
     q [b, n, s/c, d], k, v [b, n_kv, s/c, d] --all-gather k, v--> k, v [b, n_kv, s, d] --kernel--> out [b, n, s/c, d]
     backward   gather k, v again --kernel--> grad q, grad k, v [b, n_kv, s, d] --reduce-scatter--> [b, n_kv, s/c, d]
 
 Shapes: b is the microbatch size, s the sequence length, c the number of cp ranks, n and n_kv the rank's query and key/value heads,
-d the head size. One autograd function does both the gather and the attention. It saves q, the local k and v, the output and its
-log-sum-exp. So the kernel's forward runs once, and whole keys and values exist only while they are used.
+d the head size. The rank saves q, its local k and v, the output and the log-sum-exp. Whole keys and values exist only while they
+are used.
 
-Key/value heads are processed in pieces, each with the query heads that read them; piece j has n_j key/value heads. Attention on one
-piece overlaps the next piece's gather. In the backward, a piece's gradient sum overlaps the next piece's backward.
+Heads are processed in pieces. Piece j has n_j key/value heads, and the query heads that read them. Communication for one piece
+overlaps the kernel of another:
 
     forward    gather 0   gather 1 | attention 0     gather 2 | attention 1     ...
     backward   gather 0   gather 1 | backward 0      gather 2, sum 0 | backward 1      ...
@@ -40,7 +40,7 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadSlices:
-    """Head slices for one piece: some of this rank's key/value heads, and the query heads that read them."""
+    """Slices for one piece's key/value heads and for the query heads that read them."""
 
     keys: slice
     queries: slice
@@ -52,7 +52,7 @@ class ContextParallelRegion:
 
     Attributes:
         axis: ranks that share each row.
-        keeps_gathered: whether gathered keys and values are saved for the backward; otherwise it gathers them again.
+        keeps_gathered: whether gathered keys and values are saved for the backward, instead of gathered again.
         sums_wide: whether key and value gradients are summed in the accumulation dtype rather than the run's dtype.
     """
 
@@ -66,7 +66,9 @@ class ContextParallelRegion:
         return cls(axis, recompute.gathered_kv == "keep", parallel.cp_gradients == "accumulation")
 
     def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[KeysAndValues]:
-        """Yield each piece's whole keys and values [b, n_j, s, d] in row order, while the next piece's gather is in flight.
+        """Yield each piece's whole keys and values [b, n_j, s, d] in row order.
+
+        The next piece's gather is in flight meanwhile.
 
         Args:
             packed: this rank's part in each piece, [s/c, b, 2, n_j, d] (`pack_keys_and_values`).
@@ -85,7 +87,7 @@ class ContextParallelRegion:
         return rows[:, :, 0].permute(1, 2, 0, 3), rows[:, :, 1].permute(1, 2, 0, 3)
 
     def sum_of(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart, dtype: torch.dtype) -> Pending:
-        """Post the reduce-scatter for whole key and value gradients [b, n_j, s, d]; `local_gradients` reads its result.
+        """Post the reduce-scatter for whole key and value gradients [b, n_j, s, d].
 
         Args:
             dtype: the keys' and values' dtype.
@@ -96,7 +98,7 @@ class ContextParallelRegion:
 
 
 def pack_keys_and_values(k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
-    """Copy some heads from k, v [b, n_kv, s/c, d] to [s/c, b, 2, n_j, d], the layout that is gathered."""
+    """Copy some heads from k, v [b, n_kv, s/c, d] to [s/c, b, 2, n_j, d], the layout for the gather."""
     return torch.stack((k[:, heads], v[:, heads])).permute(3, 1, 0, 2, 4).contiguous()
 
 
@@ -108,14 +110,14 @@ def local_gradients(summed: Pending, dtype: torch.dtype) -> KeysAndValues:
 
 @cache
 def pieces_of(num_heads: int, num_kv_heads: int) -> list[HeadSlices]:
-    """Split a rank's heads into pieces: some key/value heads each, with the query heads that read them."""
+    """Split a rank's heads into pieces."""
     group = num_heads // num_kv_heads
     bounds = pairwise(accumulate(heads_of_pieces(num_kv_heads), initial=0))
     return [HeadSlices(slice(first, stop), slice(first * group, stop * group)) for first, stop in bounds]
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Permute x [s, b, ..]: in the flattened dims [s b], element i comes from element `order[i]`."""
+    """Permute x [s, b, ..] so that element i of the flattened dims [s b] is x's element `order[i]`."""
     return x.flatten(0, 1).index_select(0, order).view(x.shape)
 
 
@@ -128,9 +130,10 @@ class GatheredKeys(Mixer):
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from this rank's q [s/c, b, n, d] to all tokens -> [s/c, b, n * d]; k and v [s/c, b, n_kv, d] are gathered first.
+        """Attend from q [s/c, b, n, d] to gathered k and v -> [s/c, b, n * d].
 
-        Unlike `Mixer.mixed`, this never recomputes attention in the backward, because a collective must not run inside a recompute.
+        This rank's k and v are [s/c, b, n_kv, d]. Unlike `Mixer.mixed`, this method never recomputes attention, because a
+        collective must not run inside a recompute.
         """
         kernel = masked_kernel(self.kernels.choices.attention, q.device, mask, self.scale, self.softcap)
         sinks = self.sinks_of(slice(0, q.shape[2]))
@@ -138,7 +141,7 @@ class GatheredKeys(Mixer):
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Attention over gathered keys and values: for each piece, a gather and the kernel's forward, or its backward."""
+    """Attention over gathered keys and values, piece by piece."""
 
     @staticmethod
     def forward(

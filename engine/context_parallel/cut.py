@@ -1,8 +1,8 @@
 """Cuts a context-parallel rank's part from a microbatch's rows, on the host, after labels are shifted.
 
-    tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: this rank's runs, row by row; the same for tokens ahead
+    tokens, labels, loss_mask, position_ids, tokens ahead   [b, s] -> [b, s/c], this rank's runs in each row
 
-All cp ranks in a replica read the same samples. A document may span several ranks, since masks come from positions in the row.
+All cp ranks in a replica read the same samples. A document may span several ranks.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,14 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 
 @dataclass(frozen=True, slots=True)
 class ContextCut:
-    """The function that cuts one cp rank's part from a microbatch; with a single cp rank it changes nothing.
+    """The function that cuts one cp rank's part from a microbatch.
+
+    With a single cp rank it changes nothing.
 
     Attributes:
         size, index: cp axis size, and this rank's index on it.
         windows: number of layers for each attention window, from which a token's work is computed. None if ranks exchange heads
-            (`engine/context_parallel/ulysses.py`): every rank then has equal work, whichever tokens it has, so each has one run
-            with s/c tokens.
+            (`engine/context_parallel/ulysses.py`): each rank then has one run with s/c tokens.
     """
 
     size: int

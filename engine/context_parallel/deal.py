@@ -1,12 +1,11 @@
 """Distributes a row's tokens to context-parallel ranks, balanced by attention work.
 
 A causal query sees all earlier keys, so most attention work is in a row's later half. A row with s tokens is cut into equal blocks.
-All c ranks get equally many blocks: s/c tokens each, whatever the documents are. The heaviest block is dealt first, to the least
-loaded rank that still has room. This is longest processing time first (Graham 1969), with a bound on blocks per rank.
+The heaviest block is dealt first, to the least loaded rank that still has room (longest processing time first, Graham 1969). Each
+of the c ranks gets s/c tokens.
 
-A row with one document has 2 c blocks. Rank r gets blocks r and 2 c - 1 - r, an exact balance (2407.21783, section 3.3.2).
-Attention ends at document boundaries, so with several documents a block's work is arbitrary. Such rows are cut into more, smaller
-blocks.
+A row with one document has 2 c blocks. Rank r gets blocks r and 2 c - 1 - r, an exact balance (2407.21783, section 3.3.2). A row
+with several documents has more, smaller blocks, since attention ends at document boundaries.
 """
 
 import math
@@ -32,13 +31,13 @@ def windows_of(model: ModelConfig) -> Windows:
 
 
 def keys_seen(length: int, window: int | None) -> int:
-    """Count (query, key) pairs for a document's first `length` queries; each query also sees its own key."""
+    """Count (query, key) pairs for a document's first `length` queries, own keys included."""
     full = length if window is None else min(length, window)
     return full * (full + 1) // 2 + (length - full) * full
 
 
 def block_length(seq_length: int, size: int, num_documents: int) -> int:
-    """Compute the tokens per block in a row that `size` ranks share; `seq_length` is a multiple of 2 `size`."""
+    """Compute the tokens per block in a row that `size` ranks share. `seq_length` is a multiple of 2 `size`."""
     part = seq_length // size
     return part // (BLOCKS_OF_ONE if num_documents == 1 else math.gcd(BLOCKS_OF_SEVERAL, part))
 
@@ -63,7 +62,11 @@ def block_work(documents: Sequence[int], length: int, windows: Windows) -> list[
 
 
 def deal(work: Sequence[int], size: int) -> list[list[int]]:
-    """Deal equally many blocks to each of `size` ranks, balanced by `work`; return each rank's block indices, ascending."""
+    """Deal equally many blocks to each of `size` ranks, balanced by `work`.
+
+    Returns:
+        Each rank's block indices, ascending.
+    """
     each, rest = divmod(len(work), size)
     assert not rest, f"{len(work)} blocks cannot be dealt evenly to {size} ranks"
     hands: list[list[int]] = [[] for _ in range(size)]
@@ -76,7 +79,7 @@ def deal(work: Sequence[int], size: int) -> list[list[int]]:
 
 
 def runs_of_ranks(documents: Sequence[int], size: int, windows: Windows) -> list[tuple[tuple[int, int], ...]]:
-    """Compute each rank's token runs [start, stop) in a row with these documents; adjacent blocks form one run."""
+    """Compute each rank's token runs [start, stop) in a row. Adjacent blocks form one run."""
     length = block_length(sum(documents), size, len(documents))
     return [_joined(hand, length) for hand in deal(block_work(documents, length, windows), size)]
 
@@ -88,7 +91,7 @@ def even_runs(seq_length: int, size: int) -> list[tuple[tuple[int, int], ...]]:
 
 
 def rank_work(documents: Sequence[int], size: int, windows: Windows) -> list[int]:
-    """Count each rank's (query, key) pairs in a row with these documents, over all layers."""
+    """Count each rank's (query, key) pairs in a row, over all layers."""
     length = block_length(sum(documents), size, len(documents))
     work = block_work(documents, length, windows)
     return [sum(work[block] for block in hand) for hand in deal(work, size)]

@@ -1,8 +1,8 @@
-"""Gathers whole rows over cp before attention: MLA latents, or keys and values for the `explicit` kernel.
+"""Gathers whole rows over cp before attention.
 
     rows [s/c, b, n, d] --all-gather--> [s, b, n, d]      backward: reduce-scatter
 
-Gathered rows are saved for the backward, like any other attention input.
+The rows are MLA latents, or keys and values for the `explicit` kernel. Gathered rows are saved for the backward.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,17 @@ class GatheredRows(Mixer):
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Gather row parts [s/c, b, n_i, d] and attend to them from q [s/c, b, n, d] -> [s/c, b, n * d_v]."""
+        """Attend from q [s/c, b, n, d] to the gathered rows -> [s/c, b, n * d_v].
+
+        This rank's row parts are [s/c, b, n_i, d].
+        """
         packed = rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=2)
         whole = _Gather.apply(packed, mask.part, self.region)
         return self.mixed(q, whole.split([each.shape[2] for each in rows], dim=2), mask, keys)
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather into row order; the backward reduce-scatters the gradients."""
+    """All-gather into row order, whose backward reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> torch.Tensor:

@@ -1,11 +1,9 @@
 """Computes how unevenly attention work is spread over the ranks that share rows.
 
-Each gather waits for the slowest rank, so the busiest rank determines a microbatch's time.
-
     imbalance    largest work per rank / mean work per rank, each summed over microbatches; at least 1
 
-A rank's work is its count of (query, key) pairs over all layers (`triaxis.engine.context_parallel.deal.rank_work`). Rows with a
-single document are exactly balanced.
+A rank's work is its count of (query, key) pairs over all layers (`triaxis.engine.context_parallel.deal.rank_work`). Each gather
+waits for the rank with the most work.
 """
 
 from collections.abc import Sequence
@@ -15,12 +13,12 @@ from triaxis.engine.data.document_statistics import DocumentStatistics
 
 
 def work_of_ranks(rows: Sequence[Sequence[int]], size: int, windows: Windows) -> tuple[int, ...]:
-    """Count each rank's (query, key) pairs, summed over rows that are given by their document lengths."""
+    """Count each rank's (query, key) pairs, summed over rows of document lengths."""
     return tuple(map(sum, zip(*(rank_work(row, size, windows) for row in rows), strict=True)))
 
 
 def imbalance(microbatches: Sequence[Sequence[int]]) -> float:
-    """Compute the imbalance over microbatches; each is given as the list of its ranks' work."""
+    """Compute the imbalance over microbatches; a microbatch is a list of its ranks' work."""
     return sum(map(max, microbatches)) * len(microbatches[0]) / sum(map(sum, microbatches))
 
 

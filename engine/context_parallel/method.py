@@ -1,4 +1,4 @@
-"""Chooses a run's mixer when the model is built: how attention reaches whole rows."""
+"""Chooses the mixer by which a run's attention reaches whole rows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from triaxis.engine.context_parallel.ulysses import ExchangedHeads
 
 
 def mixing_of(config: Config, kernel: str, axis: Axis) -> Callable[..., Mixer]:
-    """Choose the constructor for a run's mixers; its arguments are the fields that all mixers share.
+    """Choose the constructor for a run's mixers, which takes the fields that all mixers share.
 
     Args:
         config: the run's configuration; `auto` in `recompute` is already resolved.

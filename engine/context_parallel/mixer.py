@@ -1,10 +1,10 @@
 """Mixers: how this rank's query heads attend to keys and values; the model's builder chooses one.
 
-Mixer            the rank has whole rows;
-GatheredKeys     the rank has row parts; a kernel attends while other ranks' keys and values arrive (`attention.py`);
-GatheredRows     the rank has row parts, and gathers whole rows before attention (`gathered_rows.py`);
-ExchangedHeads   the rank has row parts, but inside attention whole rows for some heads (`ulysses.py`);
-Cached           the rank generates text token by token (`models/inference/kv_cache.py`).
+Mixer            the rank has whole rows
+GatheredKeys     the rank has row parts, and attends while other ranks' keys and values arrive (`attention.py`)
+GatheredRows     the rank has row parts, and gathers whole rows before attention (`gathered_rows.py`)
+ExchangedHeads   the rank has row parts, but inside attention whole rows for some heads (`ulysses.py`)
+Cached           the rank generates text token by token (`models/inference/kv_cache.py`)
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Made = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values unchanged: the function `made` for layers whose rows already are k and v."""
+    """Return keys and values unchanged, for layers whose rows already are k and v."""
     return k, v
 
 
@@ -36,12 +36,12 @@ class Mixer:
     Attributes:
         name: attention layer's name, also the prefix for its dropout site.
         kernels: the run's kernels.
-        saved: policy that decides which tensors are saved and which recomputed.
+        saved: policy that decides which tensors are saved, and which are recomputed.
         first_head: index of this rank's first query head in the model.
         scale, softcap: logit scale and soft cap, as in `triaxis.engine.kernels.attention.attention`.
         dropout: drop probability for attention probabilities.
         sinks: attention-sink logits [n] for this rank's query heads, or None.
-        made: function that computes keys and values from the rows.
+        made: function (*rows) -> keys and values.
     """
 
     name: str
@@ -73,16 +73,19 @@ class Mixer:
     def mixed(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None, first: int = 0
     ) -> torch.Tensor:
-        """Attend from q [s, b, n, d] to rows [s_k, b, ..] -> [s, b, n * d_v]; q's heads are this rank's, from number `first` on."""
+        """Attend from q [s, b, n, d] to rows [s_k, b, ..] -> [s, b, n * d_v].
+
+        q's heads are this rank's, from number `first` on.
+        """
         return self._attended(heads_first(q, *rows), self.kernels.choices.attention, mask, keys, first)
 
     def core(
         self, tensors: Sequence[torch.Tensor], kernel: str, mask: Mask, keys: DropoutKeys | None, first: int
     ) -> torch.Tensor:
-        """Attend from q [b, n, s, d] to rows [b, .., s_k, ..] -> [s, b, n * d_v]; `tensors` is (q, *rows).
+        """Attend from q [b, n, s, d] to rows [b, .., s_k, ..] -> [s, b, n * d_v].
 
-        There are three cases: s_k = s, causal attention; s = 1, one query at the last of s_k positions; or q is the part of the
-        rows that the mask names.
+        `tensors` is (q, *rows). Attention is causal if s_k = s. If s = 1, the query is at the last of s_k positions. Otherwise q is
+        the part of the rows that the mask names.
         """
         q, *rows = tensors
         return self.attend(kernel, mask, keys, first, q, *self.made(*rows))

@@ -1,10 +1,10 @@
-"""Attention on whole rows for some heads, between an all-to-all to heads and another back to tokens (2309.14509, section 3).
+"""Attends to whole rows for some heads, between two all-to-alls (2309.14509, section 3).
 
     q [s/c, b, n, d], k, v [s/c, b, n_kv, d] --all-to-all--> q [s, b, n/c, d], k, v [s, b, n_kv/c, d]
       --attention--> [s, b, n/c, d] --all-to-all--> [s/c, b, n, d]
 
-Rank i out of c cp ranks holds tokens [i s/c, (i + 1) s/c) in each row; inside attention it holds query heads [i n/c, (i + 1) n/c).
-Attention work is equal on all ranks, whatever the documents are. An all-to-all's backward is an all-to-all on the gradient.
+Rank i out of c cp ranks holds tokens [i s/c, (i + 1) s/c) in each row. Inside attention it holds query heads [i n/c, (i + 1) n/c).
+Attention work is equal on all ranks, whatever the documents are.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,17 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
 @dataclass(kw_only=True, eq=False)
 class ExchangedHeads(Mixer):
-    """Mixer that exchanges heads: a rank has some tokens for all heads outside attention, and all tokens for some heads inside."""
+    """Mixer that exchanges heads.
+
+    Outside attention, a rank has some tokens for all heads; inside, all tokens for some heads.
+    """
 
     axis: Axis
 
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s/c, b, n, d] to whole rows, exchanged from k, v [s/c, b, n_kv, d] -> [s/c, b, n * d]."""
+        """Attend from q [s/c, b, n, d] to k, v [s/c, b, n_kv, d], exchanged for whole rows -> [s/c, b, n * d]."""
         first, _ = cut(q.shape[2], self.axis.size, self.axis.index)
         mine, *whole = self.to_heads(q, *rows)
         # Rows are whole from here to the exchange back, so mask and dropout keys use whole-row positions.
@@ -39,7 +42,7 @@ class ExchangedHeads(Mixer):
         return self.to_tokens(mixed.unflatten(2, (mine.shape[2], -1))).flatten(2)
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exchange tensors [s/c, b, n_i, d] for [s, b, n_i/c, d] in one collective; the results are views into one storage."""
+        """Exchange tensors [s/c, b, n_i, d] for [s, b, n_i/c, d] in one collective. The results are views into one storage."""
         c = self.axis.size
         # [c, s/c, b, n_i/c, d]: dim 0 is the destination before the exchange, and the source, in row order, after it.
         by_rank = [each.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) for each in tensors]
@@ -53,7 +56,7 @@ class ExchangedHeads(Mixer):
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all on [c, ..]: block i goes to rank i, and the result's block i comes from rank i."""
+    """All-to-all on [c, ..] that sends block i to rank i and receives block i from rank i."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, name: str) -> torch.Tensor:

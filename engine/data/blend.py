@@ -1,18 +1,16 @@
-"""A weighted blend of corpora, which maps each sample n to a corpus and a sample id within it.
+"""Maps each sample n in a weighted blend to a corpus and a sample id there.
 
     weights 3 : 1        n        0 1 2 3 | 4 5 6 7 | ...      the table for one period repeats forever
                          corpus   a b a a | a b a a |
                          sample   0 0 1 2 | 3 1 4 5 |          n -> (table[n % P], n // P * share + rank[n % P])
 
-P is the period in samples. `table` names the corpus for each place in a period, `share` is the corpus's samples per period, and
-`rank` counts the corpus's samples before that place.
+P is the period in samples. `table` names the corpus for each place in a period, and `share` is the corpus's samples per period.
+`rank` counts the corpus's samples before a place in the period.
 
-Let w be a corpus's weight divided by the sum of the weights. After any n samples the corpus has given floor(w n) or ceil(w n), so
-the error stays below one sample. The usual rule picks the corpus with the largest deficit, and its error can be larger (1.2
-samples for weights 5:3:1:5:30:30:1). So samples are chosen by earliest deadline first. A corpus's sample j may be blend sample
-floor(j / w) at the earliest and must be blend sample ceil((j + 1) / w) - 1 at the latest. For unit tasks on one machine, earliest
-deadline first meets every deadline that can be met (the "Pfair" windows in Baruah, Cohen, Plaxton and Varvel, Algorithmica 15,
-1996). The computation uses integers only, so no rounding moves a sample.
+Let w be a corpus's weight divided by the sum of the weights. Samples are chosen by earliest deadline first, so after any n samples
+the corpus has given floor(w n) or ceil(w n). A corpus's sample j becomes blend sample floor(j / w) at the earliest. Its deadline is
+blend sample ceil((j + 1) / w) - 1. Earliest deadline first meets every deadline that can be met (the "Pfair" windows in Baruah,
+Cohen, Plaxton and Varvel, Algorithmica 15, 1996). All numbers are integers, so no rounding moves a sample.
 """
 
 import heapq
@@ -31,11 +29,10 @@ MAX_PERIOD = 100_000
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Compute each corpus's samples per period: integers in the ratio of the weights, whose sum is the period.
+    """Compute each corpus's samples per period, as integers whose sum is the period.
 
-    Decimal weights are exact (0.1 is one tenth, not the nearest binary number). If the exact ratio needs a period above
-    `MAX_PERIOD`, the shares are scaled to that period and rounded down, but not below 1. The samples that are then missing from the
-    period go, one each, to the shares that rounding lowered most.
+    The integers have the ratio of the weights. Decimal weights are exact: 0.1 is one tenth. If the exact ratio needs a period above
+    `MAX_PERIOD`, the shares are rounded for that period, each to at least 1.
     """
     assert weights and all(0 < weight < float("inf") for weight in weights), weights
     exact = [Fraction(str(weight)) for weight in weights]
@@ -54,9 +51,9 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def one_period(share: Sequence[int]) -> NDArray[np.int64]:
-    """Assign a corpus index to each sample in a period by earliest deadline first, int64 [sum(share)].
+    """Assign a corpus index to each sample in a period, int64 [sum(share)].
 
-    If two deadlines are equal, the corpus with the lower index goes first.
+    The earliest deadline goes first. If deadlines are equal, the corpus with the lower index goes first.
     """
     period = sum(share)
     released: list[tuple[int, int]] = []
@@ -115,7 +112,7 @@ class Blend:
         return source, periods * self.shares[source] + int(self._rank[place])
 
     def next_of_each(self, sample_id: int) -> list[tuple[SampleSource, int]]:
-        """For each source, return (source, id of its first sample that no blend sample before `sample_id` has used)."""
+        """List (source, id of the source's first sample unused before `sample_id`) for each source."""
         periods, place = divmod(sample_id - self.first_id, len(self._table))
         taken = np.bincount(self._table[:place], minlength=len(self.sources))
         starts = zip(self.sources, self.shares, taken, strict=True)

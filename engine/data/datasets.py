@@ -1,12 +1,12 @@
-"""The train, valid and test samples that a configuration describes: training's entry point to `engine/data`.
+"""Opens the train, valid and test samples that a configuration describes.
 
-Each line below shows settings, then the samples that follow from them:
+Each line below shows settings, then the resulting samples:
 
     data.train web 0.7, code 0.3    data.valid none     split each corpus by documents, then blend each part
-                                    data.valid other    train: all documents in data.train; valid: all documents in data.valid
+                                    data.valid other    train on all documents in data.train, validate on all in data.valid
     data.synthetic true                                 random tokens, no corpus
 
-Every process on every node gets the same samples from the same arguments. On each node, the first process builds the caches.
+Every process gets the same samples from the same arguments. On each node, the first process builds the caches.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ ENDS_AT_START = 100
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """A run's train, valid and test samples. A part has a sample for every id >= 0, and is None if it is not configured."""
+    """A run's train, valid and test samples. A part that is not configured is None."""
 
     train: SampleSource
     """Training samples. If the sample length or blend changes during the run: the present segment's samples, numbered from 0."""
@@ -163,7 +163,7 @@ def open_datasets(
 
 
 def open_run_datasets(config: Config, progress: Progress | None = None) -> Datasets:
-    """Open a run's datasets for the phase that its configuration describes; see `open_datasets`."""
+    """Open a run's datasets for the phase that its configuration describes."""
     return open_datasets(
         config.data,
         config.model.seq_length,
@@ -176,7 +176,7 @@ def open_run_datasets(config: Config, progress: Progress | None = None) -> Datas
 
 
 def open_orders(source: SampleSource, sample_id: int) -> None:
-    """Build, for each corpus, the order of the epoch that `sample_id` has reached, so that the first read finds it in the cache.
+    """Build and cache each corpus's order for the epoch that `sample_id` has reached.
 
     Raises:
         DataError: the index cache cannot be written.
@@ -189,7 +189,9 @@ def open_orders(source: SampleSource, sample_id: int) -> None:
 def continued(
     segments: Sequence[DataSegment], skipped: SkippedRanges, open_stream: Callable[[str, int], SampleStream]
 ) -> Blend:
-    """Open the last segment's samples, indexed by ids in the run; each corpus continues where earlier segments stopped.
+    """Open the last segment's samples, indexed by ids in the run.
+
+    Each corpus continues where earlier segments stopped.
 
     Args:
         segments: run segments, in order.
@@ -218,7 +220,7 @@ def continued(
 
 
 def unbroken_corpora(source: SampleSource) -> list[str]:
-    """List the corpora that seem to have lost their document ends: their mean document is longer than UNBROKEN samples."""
+    """List the corpora that seem to have lost their document ends. Their mean document is longer than UNBROKEN samples."""
     return [
         stream.corpus.prefix
         for stream in _streams(source)
@@ -227,7 +229,7 @@ def unbroken_corpora(source: SampleSource) -> list[str]:
 
 
 def trained_and_validated(datasets: Datasets) -> list[str]:
-    """List the corpora whose documents both training and validation read; a copy of a corpus counts as the same corpus."""
+    """List the corpora whose documents both training and validation read. A copy counts as the same corpus."""
     trained = {stream.identity for stream in _streams(datasets.train)}
     validated = [] if datasets.valid is None else _streams(datasets.valid)
     return [stream.corpus.prefix for stream in validated if stream.identity in trained]
@@ -248,7 +250,10 @@ class OtherEnd(NamedTuple):
 
 
 def other_ends(source: SampleSource, eod_id: int) -> list[OtherEnd]:
-    """Find corpora whose first documents mostly do not end with `eod_id`, except those prepared without an end token."""
+    """Find corpora whose first documents mostly do not end with `eod_id`.
+
+    Corpora prepared without an end token are left out.
+    """
     found = []
     for stream in _streams(source):
         record, first = read_record(stream.corpus.prefix), stream.documents[:ENDS_AT_START]
@@ -261,7 +266,7 @@ def other_ends(source: SampleSource, eod_id: int) -> list[OtherEnd]:
 
 
 def _streams(source: SampleSource) -> list[SampleStream]:
-    """List a blend's corpus streams; a source of random tokens has none."""
+    """List a blend's corpus streams. A source of random tokens has none."""
     sources = source.sources if isinstance(source, Blend) else ()
     wholes = [each.stream if isinstance(each, ContinuedStream) else each for each in sources]
     return [each for each in wholes if isinstance(each, SampleStream)]
@@ -278,7 +283,7 @@ class ReadAgain(NamedTuple):
 
 
 def read_again(source: SampleSource, num_samples: int) -> list[ReadAgain]:
-    """Find corpora that repeat samples within the first `num_samples` samples; random tokens never do."""
+    """Find corpora that repeat samples within the first `num_samples` samples."""
     if not isinstance(source, Blend):
         return []
     asked = zip(source.sources, counts_of(source.shares, num_samples), strict=True)

@@ -1,15 +1,14 @@
-"""Document statistics for a run's first steps: how many documents, how long, and how much attention work they cause.
+"""Measures the documents in a run's first steps, and the attention work that they cause.
 
-With `data.attention: within` a query sees only its own document, so attention cost depends on the document lengths. The first
-steps are taken as typical of the whole run. Lengths come from the corpus index, so no token is read.
+With `data.attention: within` a query sees only its own document, so attention cost depends on the document lengths. The first steps
+stand for the whole run. Lengths come from the corpus index, so no token is read.
 
 A document with l tokens has this many (query, key) pairs, called its keys:
 
     without a window    l^2 / 2
     with a window       m (l - m / 2), m = min(l, window)
 
-The exact sum over queries is replaced by an integral. The published FLOP count for causal attention does the same: 6 L a d s per
-token, for L layers, a heads, head size d and s tokens per sample, charges each query for s / 2 keys.
+An integral replaces the exact sum over queries, as in the published FLOP count for causal attention.
 """
 
 from dataclasses import dataclass
@@ -32,8 +31,8 @@ class DocumentStatistics:
 
     Attributes:
         seq_length: s, input tokens per sample.
-        steps: steps[step][dp rank] lists the document lengths in the rank's samples, sample after sample, in input tokens; each
-            sample's lengths add up to s.
+        steps: steps[step][dp rank] lists the rank's document lengths in input tokens, sample after sample; each sample's lengths
+            add up to s.
     """
 
     seq_length: int
@@ -51,7 +50,7 @@ class DocumentStatistics:
         return len(lengths) * self.seq_length / sum(lengths)
 
     def rows(self) -> list[tuple[int, ...]]:
-        """List each sample's document lengths, step by step and rank by rank, each rank's samples in training order."""
+        """List each sample's document lengths, ordered by step, then by rank, then in training order."""
         rows: list[tuple[int, ...]] = []
         for lengths in (rank for step in self.steps for rank in step):
             first, end = 0, 0
@@ -68,20 +67,23 @@ class DocumentStatistics:
         return sum(keys_of(length, window) for length in lengths) / sum(lengths)
 
     def imbalance(self, window: int | None) -> float:
-        """Compute the busiest dp rank's (query, key) pairs divided by the mean over dp ranks, averaged over steps; at least 1."""
+        """Compute the busiest dp rank's (query, key) pairs divided by the mean over dp ranks.
+
+        The result is averaged over steps and is at least 1.
+        """
         keys = [[sum(keys_of(length, window) for length in rank) for rank in step] for step in self.steps]
         return fmean(max(ranks) / fmean(ranks) for ranks in keys)
 
 
 def one_document_per_sample(seq_length: int) -> DocumentStatistics:
-    """Build statistics in which each sample is one document; they apply if tokens attend across documents."""
+    """Build statistics in which each sample is one document, for attention across documents."""
     return DocumentStatistics(seq_length, (((seq_length,),),))
 
 
 def measure_documents(
     source: SampleSource, *, seq_length: int, global_batch_size: int, micro_batch_size: int, dp: int
 ) -> DocumentStatistics:
-    """Measure the first steps' document lengths; the result is the same on every rank.
+    """Measure the first steps' document lengths. Every rank gets the same result.
 
     Raises:
         DataError: the corpus index cannot be read.

@@ -1,11 +1,11 @@
-"""The documents in a microbatch, which decide which tokens in a row may attend to each other.
+"""Describes a microbatch's documents, which decide which tokens may attend to each other.
 
     row of s tokens   | ... doc 7 | doc 2 ........... | doc 9 ... |      documents follow each other without padding
     lengths           |     3     |        12         |     9     |      their sum is s
     positions           0  1  2     0  1  ...    11     0  1  ...        with `data.positions: document`
 
-Boundaries come from the lengths in the corpus index, never from token values: an end-of-document token may be part of a text. A
-document that began in the previous sample starts at position 0 here, since its earlier tokens are not in this sample.
+Boundaries come from the corpus index, never from token values, since an end-of-document token may be part of a text. A document
+that began in the previous sample starts at position 0 here.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,9 @@ class Documents:
     """The documents in b rows with s tokens each.
 
     Attributes:
-        lengths: document lengths in tokens, row by row, all above 0; the host reads them without waiting for the device.
-        boundaries: index of each document's first token in the flattened [b, s], int32 [n], padded with the value b s. This is
-            `cu_seqlens` for varlen kernels; the padding reads as empty documents at the end, which cost nothing.
+        lengths: document lengths in tokens, row by row, all above 0, in host memory.
+        boundaries: index of each document's first token in the flattened [b, s], int32 [n], padded with b s; `cu_seqlens` for
+            varlen kernels.
         numbers: each token's document number within its row, int32 [b, s]; tokens with equal numbers see each other.
     """
 
@@ -35,7 +35,7 @@ class Documents:
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]]) -> "Documents":
-        """Build the CPU tensors for rows with these document lengths; every row must have the same sum."""
+        """Build the CPU tensors for rows with these document lengths. Every row must have the same sum."""
         rows = tuple(tuple(row) for row in lengths)
         ends = np.cumsum([length for row in rows for length in row])
         used = 1 + len(ends)
@@ -56,7 +56,7 @@ class Documents:
         return all(len(row) == 1 for row in self.lengths)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
-        """Apply `change` to both tensors, for example to pin them or copy them to a device."""
+        """Apply `change` to both tensors, for example to copy them to a device."""
         return replace(self, boundaries=change(self.boundaries), numbers=change(self.numbers))
 
 

@@ -1,12 +1,11 @@
-"""One epoch's order, built once per node and kept in a hashed cache file.
+"""Builds an epoch's order once per node, in a hashed cache file.
 
-    document_order  int64 [D]      index of each document in this epoch's order, from 0 within its part of the split
+    document_order  int64 [D]      document numbers in this epoch's order, from 0 within the documents' part of the split
     token_offsets   int64 [D + 1]  each document's start in the epoch's token stream, in that order, then the stream's length
     sample_order    int64 [n]      index of each sample in the stream, in training order
 
-Both orders depend on the seed, the epoch, D and n, never on the run length, so a longer run extends a shorter one. The document
-order does not depend on the sample length. So an epoch keeps its token stream if it is cut into samples of another length
-(`engine/data/remainder.py`).
+Each order depends on the seed, the epoch and its own length, never on the run length. So a longer run extends a shorter one. An
+epoch also keeps its token stream if it is cut into samples of another length (`engine/data/remainder.py`).
 """
 
 import json
@@ -43,7 +42,7 @@ class EpochKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochIndex:
-    """One epoch's `document_order`, `token_offsets` and `sample_order`; the module docstring describes them."""
+    """One epoch's three arrays, described in the module docstring."""
 
     document_order: NDArray[np.int64]
     token_offsets: NDArray[np.int64]
@@ -51,7 +50,7 @@ class EpochIndex:
 
 
 def build_epoch(key: EpochKey, document_lengths: NDArray[np.int64], num_samples: int) -> EpochIndex:
-    """Build one epoch's order in memory from its key and the split's document lengths, int64 [D]."""
+    """Build an epoch's order in memory from its key and the document lengths, int64 [D]."""
     order = permutation(len(document_lengths), "documents", key.seed, key.epoch)
     offsets = np.zeros(len(order) + 1, np.int64)
     np.cumsum(document_lengths[order], out=offsets[1:])
@@ -65,10 +64,10 @@ def open_epoch(
     num_samples: int,
     progress: Progress | None = None,
 ) -> EpochIndex:
-    """Open the epoch's order from its cache file; the first process on a node builds it while the others wait.
+    """Open the epoch's order from its cache file.
 
-    If the three arrays together have more than `order_pieces.PIECE` numbers, they are built in pieces. A killed process then loses
-    at most one piece, and the result has the same bits. `progress` is notified after each piece.
+    The first process on a node builds the file while the others wait. An order of more than `order_pieces.PIECE` numbers is built
+    in pieces. `progress` is notified after each piece, and a killed process loses at most one piece.
 
     Raises:
         DataError: the cache folder cannot be read or written.

@@ -1,4 +1,4 @@
-"""A hashed cache file for numbers that take long to compute, built once per node.
+"""Keeps slowly computed numbers in a hashed cache file, built once per node.
 
     file:  magic (8 bytes) | sha256 of key and numbers (32) | int64 numbers
 
@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """An observer for slow operations; this base class ignores every notification."""
+    """An observer for slow operations. This base class ignores every notification."""
 
     def piece(self, path: Path, done: int, of: int) -> None:
-        """Called after each piece of a cache file: this process has finished `done` pieces out of `of`."""
+        """Called when this process has finished `done` of `of` pieces of a cache file."""
 
     def waits(self, path: Path) -> None:
-        """Called repeatedly while this process waits for a cache file, because another process on the node is building it."""
+        """Called repeatedly while another process on the node builds the cache file."""
 
     def hashes(self, path: Path) -> None:
         """Called after each block of a cache file that this process has hashed."""
@@ -52,14 +52,16 @@ def open_numbers(
     lock: str = ".lock",
     progress: Progress | None = None,
 ) -> NDArray[np.int64]:
-    """Open a cache file's int64 numbers; the first process on a node builds the file while the others wait.
+    """Open a cache file's int64 numbers.
+
+    The first process on a node builds the file while the others wait.
 
     Args:
         path: path of the cache file.
-        key: text that contains everything that decides the numbers.
-        build: function that returns the arrays to write one after another, or None if it wrote the file itself (`seal`).
+        key: text that decides the numbers.
+        build: function () -> arrays to write one after another, or None if the function wrote the file with `seal`.
         count: expected number of int64 values; None accepts any.
-        lock: name of the lock file held while building; `build` may itself call `open_numbers`, but with another lock.
+        lock: name of the lock file held while building; an `open_numbers` call within `build` needs another lock.
         progress: observer for building, waiting and hashing.
 
     Raises:
@@ -100,7 +102,7 @@ def open_numbers(
 def seal(building: Path, path: Path, key: str, progress: Progress) -> None:
     """Turn the file `building` into the cache file at `path`.
 
-    `building` holds HEAD_BYTES of free space, then the numbers; the magic and the hash are written into that space.
+    `building` holds HEAD_BYTES of free space for the magic and the hash, then the numbers.
 
     Raises:
         OSError: the file cannot be written.
@@ -115,7 +117,7 @@ def seal(building: Path, path: Path, key: str, progress: Progress) -> None:
 
 
 def _digest(key: str, payload: Sequence[memoryview], hashed: Callable[[], None]) -> bytes:
-    """Hash a key and numbers with sha256; call `hashed` after each block."""
+    """Hash a key and numbers with sha256, and call `hashed` after each block."""
     digest = hashlib.sha256(key.encode())
     for part in payload:
         for start in range(0, len(part), HASH_BLOCK_BYTES):
@@ -125,7 +127,7 @@ def _digest(key: str, payload: Sequence[memoryview], hashed: Callable[[], None])
 
 
 def _load(path: Path, key: str, count: int | None, hashed: Callable[[], None]) -> NDArray[np.int64] | None:
-    """Map a cache file's numbers; None if the file is missing or does not match its key."""
+    """Map a cache file's numbers, or return None if the file is missing or invalid."""
     start = HEAD_BYTES
     try:
         size = path.stat().st_size

@@ -6,9 +6,8 @@
     ahead   t_2 t_3 ... t_s 0, and so on, one row per multi-token prediction layer
     positions   0 .. s - 1, or from 0 in every document
 
-With `data.attention: within`, a microbatch also has the documents that limit attention. Every stage needs the positions, so every
-pipeline rank reads its samples from the mmap itself; nothing is broadcast. One thread and a queue in step order make the result
-independent of timing.
+With `data.attention: within`, a microbatch also has the documents that limit attention. Every pipeline rank reads its samples from
+the mmap itself, and nothing is broadcast. Steps are read in order, so the result does not depend on timing.
 """
 
 from collections import deque
@@ -62,7 +61,7 @@ class MicroBatch:
 
 
 def count_labels(microbatches: Sequence[MicroBatch]) -> list[float]:
-    """Sum label counts over microbatches; return 1 + D sums: next-token labels, then labels 1 .. D tokens further ahead."""
+    """Sum label counts over microbatches. The 1 + D sums count next-token labels, then labels 1 .. D tokens further ahead."""
     return [sum(counts) for counts in zip(*((each.num_tokens, *each.num_ahead) for each in microbatches), strict=True)]
 
 
@@ -79,8 +78,7 @@ class Batches:
         attention, positions: values of the settings `data.attention` and `data.positions`.
         num_ahead: D, number of tokens beyond the next one that each position predicts (`model.mtp.num_layers`).
         weigh: function (tokens, labels, mask) -> label weights [b, s] (`triaxis.engine.config.extension.LossPart`).
-        cut: function that takes this rank's part of a microbatch (`triaxis.engine.context_parallel.cut`); None: ranks hold whole
-            rows.
+        cut: function (microbatch) -> this rank's part of the microbatch; None: ranks hold whole rows.
 
     Raises:
         DataError: prefetch_steps < 1.
@@ -126,7 +124,7 @@ class Batches:
     def next_step(self) -> list[MicroBatch]:
         """Return the next step's microbatches, on the device.
 
-        An error in the reading thread is raised here, and again at every later call, so no step is skipped.
+        An error in the reading thread is raised here and at every later call, so no step is skipped.
 
         Raises:
             DataError: the batches are closed, or a sample cannot be read.
@@ -140,12 +138,12 @@ class Batches:
         return [self._to_device(microbatch) for microbatch in microbatches]
 
     def next_labels(self) -> list[float]:
-        """Return `count_labels` for the upcoming step; zeros if it cannot be read, since `next_step` will raise the error."""
+        """Return `count_labels` for the upcoming step, or zeros if the step cannot be read."""
         upcoming = self._ahead[0]
         return [0] * (1 + self._num_ahead) if upcoming.exception() else count_labels(upcoming.result())
 
     def close(self) -> None:
-        """Stop reading and wait for the thread; calling it twice is harmless."""
+        """Stop reading and wait for the thread. A second call is harmless."""
         self._closed = True
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()

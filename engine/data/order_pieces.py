@@ -1,14 +1,13 @@
-"""A large epoch's order, built piece by piece inside its file, so that a kill loses at most one piece.
+"""Builds a large epoch's order in pieces, so that a kill loses at most one.
 
-Each line shows the input of a kind of piece, the operation, and where the result goes:
+Each line shows a piece's input, the operation, and where the result goes:
 
     a block of numbers (random bits | index)      -- sort -->       FILE.runs, one sorted run per block
-    a range of values, collected from all runs    -- sort -->       its place in FILE.building, as one sort over all would give
+    a range of values, collected from all runs    -- sort -->       its place in FILE.building
     a block of document lengths, in that order    -- add up -->     token offsets in FILE.building
 
-After each piece, the files are synced to the disk, and then the journal FILE.done counts the piece. All numbers differ, so there
-is only one sorted order: the result has the same bits as `triaxis.engine.data.shuffle.permutation`. At the end, FILE.building gets
-a cache file's head and name (`engine/data/index_cache.py`).
+The journal FILE.done counts a piece after the files were synced to the disk. All numbers differ, so the result has the same bits as
+`triaxis.engine.data.shuffle.permutation`. At the end, FILE.building becomes the cache file.
 """
 
 import json
@@ -41,18 +40,20 @@ def done_path(path: Path) -> Path:
 def fill_epoch(
     path: Path, key: str, seed: int, epoch: int, document_lengths: Int64s, num_samples: int, progress: Progress
 ) -> None:
-    """Write the cache file with an epoch's three arrays, continuing after the pieces that a killed process finished.
+    """Write an epoch's three arrays to its cache file.
+
+    The pieces that a killed process finished are kept.
 
     Args:
         path: path for the cache file.
-        key: text that contains everything that decides the numbers.
+        key: text that decides the numbers.
         seed, epoch: seed and epoch number for both orders.
         document_lengths: tokens per document, int64 [D].
         num_samples: samples per epoch.
         progress: observer notified after each piece.
 
     Raises:
-        OSError: the folder is not writable or its disk is full.
+        OSError: the folder cannot be written.
     """
     num_documents = len(document_lengths)
     building, runs_path = (path.with_name(f"{path.name}.{kind}") for kind in ("building", "runs"))
@@ -86,7 +87,7 @@ def fill_epoch(
 
 
 def pieces_done(path: Path) -> tuple[int, int]:
-    """Read (finished pieces, all pieces) from a cache file's journal; (0, 0) if there is none."""
+    """Read (finished pieces, all pieces) from a cache file's journal, or (0, 0) without a journal."""
     try:
         found = read_object(done_path(path)) or {}
         return int(found["done"]), int(found["of"])
@@ -104,7 +105,7 @@ def _num_done(path: Path, name: str, sizes: dict[Path, int]) -> int:
 
 
 def _reserved(path: Path, size: int) -> BinaryIO:
-    """Open a file and allocate its `size` bytes; otherwise, writing to its mmap on a full disk would raise SIGBUS."""
+    """Open a file and allocate its `size` bytes, so that a full disk raises no SIGBUS."""
     file = path.open("r+b" if path.exists() else "w+b")
     try:
         file.truncate(size)
@@ -154,7 +155,7 @@ def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
 
 
 def _adding(order: Int64s, offsets: Int64s, lengths: Int64s) -> _Steps:
-    """Yield the steps that fill `offsets` with the running sum, from 0, of the document lengths in this order."""
+    """Yield the steps that fill `offsets` with the document lengths' running sum, from 0."""
 
     def add(start: int, stop: int) -> None:
         if start == 0:

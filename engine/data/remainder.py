@@ -1,15 +1,14 @@
-"""An epoch's unread remainder, cut into samples again after a run changes its sample length.
+"""Cuts an epoch's unread tokens into new samples after a run changes its sample length.
 
-    epoch, cut by 4     |0 . . .|1 . . .|2 . . .|3 . . .|4 . . .|     samples 3 and 0 were read: 1, 2 and 4 were not
-    unread pieces               |1 . . . 2 . . . x|     |4 . . . x|     x: the last label, which is no input here
-    cut by 6                    |- - - - - - -|- - - - - -            in an order of its own; fewer than 6 tokens are left over
+    epoch, cut by 4     |0 . . .|1 . . .|2 . . .|3 . . .|4 . . .|     samples 3 and 0 were read, but not 1, 2 and 4
+    unread pieces               |1 . . . 2 . . . x|     |4 . . . x|     x is the last label, which is no input here
+    cut by 6                    |- - - - - - -|- - - - - -            in a new order, with fewer than 6 tokens left over
 
-Samples come in random order, so a run that has read n samples has read scattered windows of the epoch. The unread windows form a
-new stream in epoch order, and adjacent windows form one piece. Where two pieces meet, a new document begins. A piece's first token
-is not a label, since a sample that was read has already predicted it. So each label in the epoch is predicted once, except those
-left over at the end.
+A run reads samples in random order, so the unread samples are scattered over the epoch. They form a new stream in epoch order, and
+adjacent samples form one piece. Each piece begins a new document. A piece's first token is not a label, since an earlier sample has
+already predicted it. So each label in the epoch is predicted once, except those left over at the end.
 
-A remainder may be cut again. It is computed from the number of samples read, so no checkpoint stores it.
+A remainder may be cut again. No checkpoint stores a remainder, since the number of samples read determines it.
 """
 
 import json
@@ -24,7 +23,7 @@ from triaxis.engine.data.shuffle import permutation
 
 
 class Cut(Protocol):
-    """An epoch's tokens cut into samples: the whole epoch or a remainder.
+    """A whole epoch or a remainder, cut into samples.
 
     Attributes:
         starts: position of each piece's first token in the epoch's stream, int64 [R] for R pieces.
@@ -68,7 +67,7 @@ class Remainder:
         stream: corpus stream with the new sample length.
         epoch: epoch number, from 0.
         before: previous cut, some of whose samples were read.
-        read: number of samples read from `before`, the first ones in its training order.
+        read: number of samples read from `before`, in training order.
 
     Raises:
         DataError: the cache folder cannot be read or written.
@@ -98,13 +97,13 @@ class Remainder:
 
     @property
     def left_over(self) -> int:
-        """Number of labels at the remainder's end that no sample contains; always below `seq_length`."""
+        """Number of labels at the remainder's end that no sample contains, below `seq_length`."""
         end = len(self) * self.seq_length
         joins = int(np.count_nonzero(self.offsets[1:-1] > end))
         return int(self.offsets[-1]) - 1 - end - joins
 
     def recut(self, stream: SampleStream, read: int) -> "Remainder":
-        """Cut the tokens left after this remainder's first `read` samples into samples with the length of `stream`."""
+        """Cut the tokens after this remainder's first `read` samples to the sample length of `stream`."""
         if read == 0:
             return Remainder(stream, self._epoch, self._before, self._read)
         return Remainder(stream, self._epoch, self, read)
@@ -117,13 +116,13 @@ class Remainder:
         return np.array([len(starts)]), starts, lengths, order
 
     def read(self, sample_id: int) -> Sample:
-        """Read a sample; the loss mask leaves out the first token of a piece, which is not a label."""
+        """Read a sample. The loss mask leaves out each piece's first token, which is not a label."""
         pieces = self.pieces(sample_id)
         joins = np.cumsum([sum(part.length for part in piece) for piece in pieces[:-1]], dtype=np.int64)
         return self._stream.read([part for piece in pieces for part in piece], sample_id, joins.tolist())
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """List the document parts that make up a sample's s + 1 tokens, in order, grouped by piece."""
+        """List the document parts that make up a sample, in order, grouped by piece."""
         index = self._stream.epoch(self._epoch)
         start, left = int(self.order[sample_id]) * self.seq_length, self.seq_length + 1
         number = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -137,12 +136,12 @@ class Remainder:
 
 
 def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the pieces that a cut's unread samples cover: all samples but the first `read` in training order.
+    """Find the pieces that remain after a cut's first `read` samples in training order.
 
     A piece ends with the last label in its last sample.
 
     Returns:
-        Position of each piece's first token in the epoch, and each piece's length in tokens, int64 [R] each, in epoch order.
+        Each piece's first position in the epoch and each piece's length in tokens, int64 [R] each, in epoch order.
     """
     windows = np.sort(cut.order[read:])
     is_first = np.diff(windows, prepend=-2) != 1
@@ -160,12 +159,12 @@ def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 class ContinuedStream:
-    """A corpus's samples after those that a run has read: first an epoch's remainder, then whole epochs.
+    """A corpus's unread samples, first from an epoch's remainder, then from whole epochs.
 
     Args:
         stream: stream for the whole epochs.
         first: id within `stream` of the sample that follows the remainder.
-        remainder: rest of the epoch before `first`, which was begun with another sample length; None if nothing is left of it.
+        remainder: rest of an epoch that was begun with another sample length; None if nothing is left.
         read: samples already read from the remainder.
     """
 
@@ -175,10 +174,10 @@ class ContinuedStream:
         self._left = 0 if remainder is None else len(remainder) - read
 
     def after(self, count: int, seq_length: int) -> "ContinuedStream":
-        """Return the stream after this stream's first `count` samples, cut into samples with `seq_length` labels.
+        """Return the samples after this stream's first `count` samples, cut to `seq_length` labels.
 
         Raises:
-            DataError: the corpus has too few tokens for one sample with `seq_length` labels, or the index cache cannot be written.
+            DataError: the corpus has too few tokens for one sample, or the index cache cannot be written.
         """
         stream = self.stream if seq_length == self.stream.seq_length else self.stream.recut(seq_length)
         if count < self._left:
@@ -204,7 +203,7 @@ class ContinuedStream:
         return self.stream.epoch_of(self.first + sample_id - self._left)
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """List the document parts that make up a sample's s + 1 tokens, in order, grouped by piece."""
+        """List the document parts that make up a sample, in order, grouped by piece."""
         if self.remainder is not None and sample_id < self._left:
             return self.remainder.pieces(self.read + sample_id)
         return self.stream.pieces(self.first + sample_id - self._left)

@@ -1,10 +1,10 @@
-"""A run's tokenizer: the one it names or the one its corpora record, never one that contradicts the corpora.
+"""Finds a run's tokenizer, and refuses one that contradicts the run's corpora.
 
     data.tokenizer X       every corpus with a record must have been encoded by X
-    data.tokenizer null    the tokenizer in the first record, and every other record must agree; without records: bytes
+    data.tokenizer null    the tokenizer in the first record, with which all records must agree, or bytes without records
 
-Every process in a training run resolves the tokenizer once, right after reading the configuration. From then on `data.tokenizer` is
-a name, which the run's config.yaml and checkpoints record. A run on synthetic data keeps null.
+Every training process resolves the tokenizer right after reading the configuration. From then on `data.tokenizer` is a name, which
+config.yaml and checkpoints record. A run on synthetic data keeps null.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,13 @@ from triaxis.engine.errors import DataError
 
 
 def with_tokenizer(config: Config) -> tuple[Config, str | None]:
-    """Return the configuration with its tokenizer's name, and a note if bytes are assumed because there is no record; else None.
+    """Return the configuration with its tokenizer's name, and a note if bytes are assumed.
+
+    Bytes are assumed if no corpus has a record. Otherwise the note is None.
 
     Raises:
-        DataError: a corpus was encoded by another tokenizer, the recorded tokenizer is not found, or bytes are assumed and the
-            model's vocabulary is too small for them.
+        DataError: a corpus was encoded by another tokenizer, the recorded tokenizer is not found, or the model's vocabulary is too
+            small for assumed bytes.
     """
     prefixes = corpora_of(config)
     if not prefixes:
@@ -41,20 +43,20 @@ def with_tokenizer(config: Config) -> tuple[Config, str | None]:
 
 
 def recorded_end(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the id that ends documents in a run's corpora, from the first record with such an id, else from the tokenizer."""
+    """Return the id that ends documents in a run's corpora. The first record with such an id decides, else the tokenizer."""
     records = (read_record(prefix) for prefix in corpora_of(config))
     return next((each.eod_id for each in records if each is not None and each.append_eod), tokenizer.eod_id)
 
 
 def corpora_of(config: Config) -> list[str]:
-    """List the corpus prefixes in all of a run's phases, without repeats; empty for synthetic data."""
+    """List the corpus prefixes in a run's phases, without repeats. Synthetic data has none."""
     phases = [at_phase(config, entry["name"]).data for entry in config.phases] or [config.data]
     named = ([*data.train, *(data.valid or ())] for data in phases if not data.synthetic)
     return list(dict.fromkeys(source.path for sources in named for source in sources))
 
 
 def _assumed(config: Config, prefixes: Sequence[str]) -> str:
-    """Build the note that bytes are assumed; DataError if the model's vocabulary is smaller than BYTES_VOCABULARY."""
+    """Build the note that bytes are assumed. DataError if the model's vocabulary is smaller than BYTES_VOCABULARY."""
     why = f"{', '.join(prefixes)}: no record names the tokenizer (`triaxis prepare` writes PREFIX.json), so bytes are assumed"
     if config.model.vocab_size < BYTES_VOCABULARY and all(idx_path(prefix).is_file() for prefix in prefixes):
         raise DataError(

@@ -1,4 +1,4 @@
-"""The assignment of samples to ranks in a step: pure arithmetic on consumed samples and skipped ranges.
+"""Assigns a step's samples to ranks, by arithmetic on consumed samples and skipped ranges.
 
     global batch 8, micro batch 2, dp 2, 24 samples consumed:      ids 24 .. 31 are the step, in every layout
 
@@ -6,9 +6,8 @@
     microbatch 0      24 25        26 27          id = consumed + (j * dp + r) * micro + k
     microbatch 1      28 29        30 31               for row k of microbatch j of dp rank r
 
-With skipped id ranges these numbers are positions, and each position maps to an id (`engine/data/skipped.py`). Tensor- and
-pipeline-parallel ranks that share a dp rank read the same ids. A different dp size, micro batch or restart only distributes a
-step's ids differently.
+With skipped id ranges, `engine/data/skipped.py` maps these numbers to ids. Tensor- and pipeline-parallel ranks that share a dp rank
+read the same ids. Another dp size or micro batch only distributes a step's ids differently.
 """
 
 from triaxis.engine.data.skipped import SkippedRanges

@@ -1,4 +1,4 @@
-"""Samples: fixed-length token runs cut from a stream of shuffled documents, epoch after epoch.
+"""Cuts a stream of shuffled documents into samples of fixed length, epoch after epoch.
 
     epoch e:   | doc 7 ... eod | doc 2 . eod | doc 9 ....... eod | ...     T tokens, documents in this epoch's order
     sample k:  |<- seq_length + 1 ->|                                      tokens k s .. k s + s  (s = seq_length)
@@ -7,8 +7,8 @@
     sample id i  ->  epoch i // n, place i % n, k = sample_order[place],    n = (T - 1) // s samples per epoch
 
 Documents follow each other without padding, separated by the end-of-document token. An epoch's last tokens, fewer than s, go
-unused in that epoch; the next epoch has a different order. The stream is endless, and sample i does not depend on the run length.
-A sample's document lengths come from the corpus index, so an end-of-document token inside a text does not end a document.
+unused. The stream is endless, and sample i does not depend on the run length. Document lengths come from the corpus index, so an
+end-of-document token inside a text does not end a document.
 """
 
 import threading
@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 
 
 def input_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Convert `Sample.lengths` to document lengths in the sample's s inputs: the last token is a label only."""
+    """Convert `Sample.lengths` to document lengths without the last token, which is only a label."""
     *others, last = lengths
     return (*others, last - 1) if last > 1 else tuple(others)
 
@@ -57,7 +57,7 @@ def mask_ahead(sample: Sample, distance: int, *, within_documents: bool) -> NDAr
     """Compute the mask for predicting the token `distance` places after the next one, bool [s].
 
     A position counts if the loss counts every label up to the predicted token. With `within_documents`, the predicted token must
-    also belong to the document of the position's input token.
+    also belong to the input token's document.
     """
     mask = np.zeros_like(sample.loss_mask)
     length = len(mask) - distance
@@ -70,7 +70,7 @@ def mask_ahead(sample: Sample, distance: int, *, within_documents: bool) -> NDAr
 
 
 class SampleSource(Protocol):
-    """A deterministic source of samples: sample i exists for every i >= 0 and is always the same."""
+    """A source with one fixed sample for every id >= 0."""
 
     def __getitem__(self, sample_id: int) -> Sample: ...
     def lengths(self, sample_id: int) -> tuple[int, ...]:
@@ -93,10 +93,10 @@ class SampleStream:
         corpus: indexed tokens.
         documents: numbers of the documents to use, a range with step 1.
         seq_length: s, labels per sample.
-        seed: random seed; seed and epoch decide the orders of documents and samples.
+        seed: random seed for the orders of documents and samples.
         cache_dir: folder for cached epoch orders.
         vocab_size: exclusive upper bound on token ids.
-        count_document_starts: whether the loss counts a document's first token, predicted from the end of the previous document.
+        count_document_starts: whether the loss counts a document's first token as a label.
         progress: observer notified while an epoch's order is built.
 
     Raises:
@@ -169,8 +169,7 @@ class SampleStream:
         Args:
             parts: document parts in order, s + 1 tokens in total.
             sample_id: number of the sample, for error messages.
-            joins: indices into the s + 1 tokens where a token does not follow its predecessor in the epoch; the loss ignores it
-                as a label.
+            joins: indices of tokens that do not follow their predecessors in the epoch; the loss ignores these labels.
 
         Raises:
             DataError: a token is outside the model's vocabulary.
@@ -199,11 +198,10 @@ class SampleStream:
         return sample_id // self.samples_per_epoch
 
     def _open_ahead(self, sample_id: int) -> None:
-        """Start opening the next epoch in a thread, if this sample is late in its epoch and the build would cause a pause.
+        """Start opening the next epoch in a thread if this sample is late in a long epoch.
 
-        The thread reports no progress, so a watchdog on this rank sees only the rank's own work. The thread's priority is not
-        lowered: a thread that holds Python's lock but gets no core would stop the other threads. If the thread fails, or is not
-        done when the epoch ends, `epoch` builds the order itself, waits for it or raises.
+        If the thread fails or is not done in time, `epoch` builds the order itself, waits or raises. The thread reports no
+        progress, so a watchdog sees only the rank's own work.
         """
         epoch, place = divmod(sample_id, self.samples_per_epoch)
         is_long = 2 * len(self.documents) + self.samples_per_epoch > order_pieces.PIECE
@@ -219,7 +217,7 @@ class SampleStream:
         threading.Thread(target=work, name=f"order of epoch {epoch + 1}", daemon=True).start()
 
     def epoch(self, epoch: int, progress: Progress | None = None) -> EpochIndex:
-        """Open an epoch's order; the last EPOCHS_KEPT_OPEN stay open. `progress` replaces the stream's own observer."""
+        """Open an epoch's order. The last EPOCHS_KEPT_OPEN stay open. `progress` replaces the stream's own observer."""
         index = self._epochs.get(epoch)
         if index is None:
             key = EpochKey(
@@ -233,13 +231,13 @@ class SampleStream:
         return index
 
     def parts(self, sample_id: int) -> list[DocumentPart]:
-        """List the document parts that make up a sample's s + 1 tokens, in order; empty documents are left out."""
+        """List the non-empty document parts that make up a sample, in order."""
         epoch, place = divmod(sample_id, self.samples_per_epoch)
         index = self.epoch(epoch)
         return self.parts_at(index, int(index.sample_order[place]) * self.seq_length, self.seq_length + 1)
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """Return `parts` as a single piece, since a sample's tokens follow each other in the epoch."""
+        """Return `parts` as a single piece."""
         return [self.parts(sample_id)]
 
     def parts_at(self, index: EpochIndex, start: int, length: int) -> list[DocumentPart]:

@@ -1,4 +1,4 @@
-"""The part of a microbatch's rows that one context-parallel rank holds.
+"""Describes the part of a microbatch's rows that one context-parallel rank holds.
 
     row of s tokens      0 ............................................ s
     runs of this rank         |-- run --|              |-- run --|              s/c tokens in all
@@ -23,7 +23,7 @@ Rows = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStretch:
-    """A run in one row, or the same run in all rows, with the keys that its queries attend to.
+    """A run in one row, or in all rows, with the keys that its queries attend to.
 
     The keys reach from the start of the run's first document to the run's end. Within a document, the last query and the last key
     are the same position.
@@ -45,7 +45,7 @@ class RowStretch:
 
     @classmethod
     def of(cls, row: int, run: TokenRange, first: int, documents: Sequence[int]) -> "RowStretch":
-        """Build the stretch for a run in a row with these document lengths; `first` is the run's first local token."""
+        """Build the stretch for a run in a row with these document lengths. `first` is the run's first local token."""
         start, stop = run
         queries, keys, begin = [0], [0], start
         for end, length in zip(accumulate(documents), documents, strict=True):
@@ -61,15 +61,15 @@ class RowStretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequencePart:
-    """The positions that this rank holds in b rows, and the permutations between all ranks' parts and the rows.
+    """The positions that this rank holds in b rows, and permutations between parts and rows.
 
     Attributes:
         runs: this rank's runs in each row; the host reads them without waiting for the device.
         positions: each local token's position in its row, int64 [b, s/c].
-        to_rows: permutation from parts to rows, int64 [s b]: with the ranks' parts concatenated to [c s/c, b] and flattened,
-            element `to_rows[i]` is element i of the flattened [s, b].
+        to_rows: permutation from parts to rows, int64 [s b]; element i of the flattened rows is element `to_rows[i]` of the ranks'
+            concatenated, flattened parts.
         to_parts: inverse permutation, int64 [s b].
-        stretches: the same runs in the form that varlen kernels need, one kernel call each.
+        stretches: the runs in the form that varlen kernels need, one kernel call each.
     """
 
     runs: tuple[tuple[TokenRange, ...], ...]
@@ -104,7 +104,7 @@ class SequencePart:
         )
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SequencePart":
-        """Apply `change` to all tensors, for example to pin them or copy them to a device."""
+        """Apply `change` to all tensors, for example to copy them to a device."""
         return replace(
             self,
             positions=change(self.positions),

@@ -1,9 +1,9 @@
-"""Random bits and permutations that depend on a key alone.
+"""Draws random bits and permutations that depend on a key alone.
 
     key ("documents", seed, epoch) --sha256--> 128-bit Philox key --> high bits | index --> sorted --> indices
 
-numpy guarantees its bit generators' raw bits across versions, but not the results of `Generator.permutation` or `integers`. With
-these methods, a run resumed under another numpy version would see its data in another order. So only raw bits are used.
+Only raw bits are used, because numpy guarantees them across versions. With `Generator.permutation` or `integers`, a run resumed
+under another numpy version could see its data in another order.
 """
 
 import hashlib
@@ -19,7 +19,9 @@ DRAWN_AT_ONCE = 2**20
 
 
 def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64]:
-    """Draw uniform 64-bit numbers, uint64 [count]; a longer call with the same key begins with the same numbers.
+    """Draw uniform 64-bit numbers, uint64 [count].
+
+    A longer call with the same key begins with the same numbers.
 
     Args:
         count: length of the result.
@@ -38,8 +40,7 @@ def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64
 def permutation(count: int, *key: int | str) -> NDArray[np.int64]:
     """Shuffle 0 .. count - 1 uniformly, int64 [count].
 
-    Each index replaces the low bits of its random number. All numbers then differ, so every sorting algorithm gives the same
-    order. A plain sort is enough, and it is several times as fast as an argsort.
+    Each index replaces the low bits of its random number. All numbers then differ, so every sorting algorithm gives the same order.
     """
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     numbers = (random_bits(count, *key) >> index_bits << index_bits) | np.arange(count, dtype=np.uint64)

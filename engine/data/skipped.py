@@ -1,13 +1,13 @@
-"""Samples that a run skips: ranges of sample ids that belong to the run's state.
+"""Maps a run's positions to sample ids, without those that the run skips.
 
     skipped [8, 12) [20, 24)
 
-    position      0 .. 7    8  9  ..  15    16 17 ..        the run's n-th sample; what `consumed_samples` counts
+    position      0 .. 7    8  9  ..  15    16 17 ..        the run's n-th sample, as `consumed_samples` counts
     sample id     0 .. 7   12 13  ..  19    24 25 ..        the id in the data set
 
-The remaining samples follow each other without gaps. So a step depends only on (consumed samples, skipped ranges) in every layout,
-and skipping does not change the number of steps. Ids ahead of all consumed positions may be skipped at any time, since earlier
-steps do not change. A sample id is one visit to a sample; another epoch visits the sample under another id.
+The remaining samples follow each other without gaps. So a step depends only on (consumed samples, skipped ranges), and skipping
+does not change the number of steps. Ids ahead of all consumed positions may be skipped at any time. Each id is one visit to a
+sample.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class SkippedRanges:
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]]) -> "SkippedRanges":
-        """Build from ranges in any order; ranges that touch or overlap are merged.
+        """Build from ranges in any order, and merge ranges that touch or overlap.
 
         Raises:
             DataError: a range is empty or begins below zero.
@@ -66,11 +66,11 @@ class SkippedRanges:
         return [self.id_at(place) for place in range(position, position + count)]
 
     def span(self, position: int, count: int) -> tuple[int, int]:
-        """Return the id range [first, end) that, added to the skipped ranges, skips `count` samples from `position` on."""
+        """Return the id range [first, end) whose skipping leaves out `count` samples from `position` on."""
         return self.id_at(position), self.id_at(position + count - 1) + 1
 
     def keeps_past_of(self, earlier: "SkippedRanges", consumed_samples: int) -> bool:
-        """Whether these ranges contain `earlier` and give the same first `consumed_samples` ids; True if nothing is consumed."""
+        """Whether these ranges contain `earlier` and give the same first `consumed_samples` ids. True if nothing is consumed."""
         if consumed_samples == 0:
             return True
         # Ids ascend strictly, and this one skips at least as much: if the last ids are equal, so are all earlier ones.

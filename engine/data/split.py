@@ -1,4 +1,4 @@
-"""The split of a corpus into train, valid and test, by documents.
+"""Splits a corpus by documents into train, valid and test.
 
     documents   0 ............................. 97 | 98 99 |        split 98, 2, 0 of 100 documents
                              train                  valid   test: none

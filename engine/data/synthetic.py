@@ -1,4 +1,4 @@
-"""Random tokens instead of a corpus, for tests and for timing a layout without data."""
+"""Draws random tokens instead of a corpus, for tests and for timing a layout."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +9,10 @@ from triaxis.engine.errors import DataError
 
 
 class SyntheticDataset:
-    """Random samples as a function of (seed, i): uniform tokens, and a mask that hides a fraction of the labels.
+    """Random samples that depend only on the seed and the sample id.
 
-    Document lengths are geometric: after each token a document ends with probability 1 / mean_document_length.
+    Tokens are uniform, and a mask hides a fraction of the labels. After each token, a document ends with probability 1 /
+    mean_document_length.
 
     Args:
         seed: random seed.
@@ -43,7 +44,7 @@ class SyntheticDataset:
         self.mean_document_length, self.count_document_starts = mean_document_length, count_document_starts
 
     def __getitem__(self, sample_id: int) -> Sample:
-        """Draw sample `sample_id`: tokens int64 [seq_length + 1], loss_mask bool [seq_length]."""
+        """Draw tokens int64 [seq_length + 1] and loss_mask bool [seq_length] for a sample."""
         tokens = random_bits(self.seq_length + 1, "synthetic tokens", self.seed, sample_id) % np.uint64(self.vocab_size)
         counted = self._draws("synthetic mask", sample_id) >= self.mask_fraction
         lengths = self.lengths(sample_id)
@@ -52,13 +53,13 @@ class SyntheticDataset:
         return Sample(tokens.astype(np.int64), counted, lengths)
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
-        """Draw a sample's document lengths; they add up to seq_length + 1."""
+        """Draw a sample's document lengths, which add up to seq_length + 1."""
         if self.mean_document_length is None:
             return (self.seq_length + 1,)
         ends = np.flatnonzero(self._draws("synthetic documents", sample_id) < 1 / self.mean_document_length) + 1
         return tuple(np.diff(ends, prepend=0, append=self.seq_length + 1).tolist())
 
     def _draws(self, purpose: str, sample_id: int) -> NDArray[np.float64]:
-        """Draw uniform numbers in [0, 1), float64 [seq_length], each from the top 53 bits of a 64-bit draw."""
+        """Draw uniform numbers in [0, 1), float64 [seq_length], with 53 random bits each."""
         bits = random_bits(self.seq_length, purpose, self.seed, sample_id) >> np.uint64(11)
         return bits.astype(np.float64) * 2.0**-53

@@ -14,10 +14,9 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 def set_up_allocator(
     config: RuntimeConfig, variables: Mapping[str, str], apply: Callable[[str], None] | None = None
 ) -> None:
-    """Turn on torch's expandable CUDA segments if `config` says so and no environment variable configures the allocator.
+    """Turn on torch's expandable CUDA segments if the config asks for them.
 
-    Call it before the first tensor is created. Setting an environment variable instead would not work: torch reads the variables
-    during its import, before this function runs. Also, torch 2.9 ignores the newest variable name for this option.
+    An environment variable that configures the allocator takes precedence. Call this function before the first tensor is created.
 
     Args:
         config: the run's runtime section.
@@ -36,7 +35,10 @@ def _to_the_allocator(settings: str) -> None:
 
 
 def retry_counter(device: torch.device) -> Callable[[], int]:
-    """Return a function that counts how often torch's allocator had to free its cache and ask the device again."""
+    """Return a function that counts the allocator's retries.
+
+    A retry frees the allocator's cache and asks the device for memory again.
+    """
     if device.type != "cuda":
         return int  # 0: a CPU has no such allocator
     return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -1,10 +1,9 @@
-"""The GPUs that torch can use on this node, and the choices that follow: CPU or CUDA, gloo or NCCL.
+"""Finds the GPUs that torch can use on this node, and chooses device and backend.
 
-    launcher     find_gpus -> device_type -> backend_of     handed on to its ranks in TRIAXIS_DEVICE and TRIAXIS_BACKEND
-    a rank       reads these two variables (`triaxis.engine.comm.placement`); if srun or a hand-typed torchrun started it, it
-                 decides by the same functions
+    launcher     decides by find_gpus -> device_type -> backend_of, and hands TRIAXIS_DEVICE and TRIAXIS_BACKEND to its ranks
+    a rank       reads these two variables; if they are not set, it decides by the same functions
 
-A GPU that torch cannot use is an error unless the user asked for the CPU: no run falls back to the CPU silently. torch is imported
+A GPU that torch cannot use is an error unless the user asked for the CPU. No run falls back to the CPU silently. torch is imported
 only if NVIDIA's driver shows a GPU, or if the caller asks for it.
 """
 
@@ -31,7 +30,7 @@ class Gpus:
 
     Attributes:
         count: number of GPUs that torch can use.
-        note: reason why torch uses no GPU although the node has some and nothing is wrong; else "".
+        note: harmless reason why torch uses none of the node's GPUs; else "".
         problem: reason why torch cannot use the node's GPUs, an error unless the user asked for the CPU; else "".
     """
 
@@ -45,7 +44,7 @@ def find_gpus(variables: Mapping[str, str], *, ask_torch: bool = False) -> Gpus:
 
     Args:
         variables: environment; CUDA_VISIBLE_DEVICES is read.
-        ask_torch: query torch even if NVIDIA's driver shows no GPU; a rank has imported it already.
+        ask_torch: query torch even if NVIDIA's driver shows no GPU.
     """
     driver = read_driver()
     if not (driver.num_gpus or ask_torch):
@@ -69,7 +68,7 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
     Args:
         driver: this node's driver.
         torch_version: version of the running torch.
-        cuda: CUDA version that torch was built for; None for a CPU build.
+        cuda: CUDA version of torch's build; None for a CPU build.
         reason: torch's own warning, if any.
     """
     if cuda is None:

@@ -1,9 +1,7 @@
-"""Small copies between host and device that make neither wait.
+"""Copies small vectors between host and device without making either wait.
 
-A GPU works through what the host has posted. If the host reads a number back (`item`, `tolist`, `float`) or copies from pageable
-memory, it waits until the GPU has caught up. Then the GPU idles until the host has posted more. So a step avoids both. Numbers for
-the host are copied into pinned memory (`HostCopy`); the copy is queued after the work that computes them, and the host reads them
-one step later.
+If the host reads a number from a GPU (`item`, `tolist`, `float`), it waits for all posted work. The GPU then idles until the host
+posts more. So a step copies its numbers into pinned memory (`HostCopy`), and the host reads them one step later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +11,7 @@ import torch
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy `values` to the device as a vector; the host does not wait."""
+    """Copy `values` to the device as a vector, without making the host wait."""
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
 
@@ -26,7 +24,7 @@ class ToHost(Protocol):
         ...
 
     def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Post the copies (destination, source); return a mark that `finish` takes to wait for them."""
+        """Post the copies (destination, source), and return a mark for `finish`."""
         ...
 
     def finish(self, mark: Any) -> None:
@@ -35,7 +33,7 @@ class ToHost(Protocol):
 
 
 class FromCuda:
-    """Copies from a GPU into pinned memory on its current stream.
+    """Copies from a GPU into pinned memory on the GPU's current stream.
 
     Args:
         cuda: module with CUDA events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
@@ -64,7 +62,7 @@ class HostCopy:
 
     Args:
         vector: 1-D tensor, which nobody may change afterwards.
-        to_host: copier for the vector; None: the device's default, and a CPU vector is not copied.
+        to_host: copier for the vector; None: the device's default, which leaves a CPU vector in place.
     """
 
     def __init__(self, vector: torch.Tensor, to_host: ToHost | None = None) -> None:
@@ -76,7 +74,7 @@ class HostCopy:
             self._mark = self._to_host.post([(self._values, vector)])
 
     def arrived(self) -> torch.Tensor:
-        """Return the vector on the host; wait for the device if the copy is not complete."""
+        """Return the vector on the host. Wait for the device if the copy is not complete."""
         if self._to_host is not None:
             self._to_host.finish(self._mark)
         return self._values

@@ -1,9 +1,9 @@
-"""Reads NVIDIA's driver on this node: version, number of GPUs, supported CUDA builds (standard library only).
-
-`launch/start/bootstrap.py` reads it before anything is installed; ranks read it to explain why torch finds no GPU.
+"""Reads the version and the number of GPUs from NVIDIA's driver on this node.
 
     libnvidia-ml.so.1             version and number of GPUs, as `nvidia-smi` prints them
     if that library fails         /proc/driver/nvidia/version, and the device files /dev/nvidia0, /dev/nvidia1, ...
+
+Only the standard library is imported, because `launch/start/bootstrap.py` runs before anything is installed.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ class Driver:
 
     Attributes:
         version: version such as 580.65.06; "" if no driver answers.
-        num_gpus: number of GPUs the driver shows to this process, whatever CUDA_VISIBLE_DEVICES hides.
+        num_gpus: number of GPUs that this process may see; CUDA_VISIBLE_DEVICES is ignored.
     """
 
     version: str = ""
@@ -51,7 +51,7 @@ class Driver:
     def runs(self, cuda_major: int) -> bool | None:
         """Whether the driver runs builds for this CUDA major version; None if unknown.
 
-        With NVIDIA's `cuda-compat` a data-centre card also runs newer builds, so use this only to explain, never to refuse.
+        Use the answer only to explain: with NVIDIA's `cuda-compat`, a data-centre card also runs newer builds.
         """
         first = FIRST_DRIVERS.get(cuda_major)
         return None if first is None or self.branch is None else self.branch >= first
@@ -68,7 +68,7 @@ def read_driver(library: str = NVML, root: Path = Path("/")) -> Driver:
 
 
 def is_hidden(variables: Mapping[str, str]) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides all GPUs from CUDA."""
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs."""
     return variables.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDING
 
 
@@ -91,7 +91,7 @@ def _ask_nvml(library: str) -> Driver | None:
 
 
 def _read_files(root: Path) -> Driver:
-    """Read the kernel module's files; GPUs are counted by device files, because a container may see the host's /proc."""
+    """Read the kernel module's files. GPUs are counted by device files, because a container may see the host's /proc."""
     num_gpus = sum(1 for path in (root / "dev").glob("nvidia*") if _NUMBERED.fullmatch(path.name))
     path = root / "proc" / "driver" / "nvidia" / "version"
     found = _VERSION.search(path.read_text()) if num_gpus and path.is_file() else None

@@ -1,18 +1,16 @@
 """Provides page-locked ("pinned") host memory in the requested size, rounded up to a page.
 
 A GPU copies to and from page-locked memory asynchronously; with pageable memory the host waits for each copy. torch's pinned
-allocator rounds every request up to a power of two, so a 1.3B GPT's state takes 25.9 GB instead of 15.8 GB. Here memory is mapped,
-then its pages are locked in place (cudaHostRegister):
+allocator would round every request up to a power of two. Here memory is mapped first, and its pages are locked in place:
 
-    PinnedBuffer   one mapping, cut into vectors; a checkpoint's copy of the state
-    PinnedPool     vectors, kept by length and dtype and reused; offloaded activations, staged messages
+    PinnedBuffer   one mapping, cut into vectors, for a checkpoint's copy of the state
+    PinnedPool     vectors that are reused by length and dtype, for offloaded activations and staged messages
 
-On a CPU the same memory stays pageable: the `PageLock` is the only step that depends on the device. torch's own pinned allocator
-reuses memory only after running copies have ended, but it does not manage the memory here. So callers of `PinnedPool.give` return a
-vector when it is free, or with the events after which it is free.
+On a CPU the memory stays pageable. The pool does not know which copies are running. So callers of `PinnedPool.give` return a vector
+when it is free, or with the events after which it is free.
 
 Pages stay locked until `close` or the end of the process. Garbage collection does not unlock them, because unlocking waits for the
-device. After a failure the device may wait for a dead peer, and the rank would never end.
+device. After a failure, that wait might never end.
 """
 
 import atexit
@@ -45,7 +43,7 @@ class Purpose(NamedTuple):
     """Words for an error about missing memory.
 
     Attributes:
-        name: what the memory is used for.
+        name: use of the memory.
         instead: another remedy than more memory; completes "Give the ranks of this node more host memory, or".
     """
 
@@ -70,7 +68,7 @@ class PageLock(Protocol):
 
 
 class Pageable:
-    """The page lock for a CPU: it locks nothing, since no device copies from or to the pages."""
+    """The page lock for a CPU, which locks nothing."""
 
     def lock(self, memory: torch.Tensor) -> None:
         pass
@@ -80,7 +78,7 @@ class Pageable:
 
 
 class RuntimeCalls(Protocol):
-    """CUDA runtime calls for a page lock; code 0 is success."""
+    """CUDA runtime calls for a page lock. Code 0 is success."""
 
     def register(self, address: int, num_bytes: int) -> int: ...
     def unregister(self, address: int) -> int: ...
@@ -125,7 +123,7 @@ class CudaPageLock:
     def lock(self, memory: torch.Tensor) -> None:
         """Lock the pages, and keep them mapped until `unlock` or the end of the process.
 
-        If locked pages were unmapped, other memory could get their addresses, but the device would still copy to the old pages.
+        If locked pages were unmapped, the device would still copy to the old pages.
         """
         address = memory.data_ptr()
         code = self._runtime.register(address, memory.nbytes)
@@ -135,7 +133,7 @@ class CudaPageLock:
         atexit.register(self._keepers[address])
 
     def unlock(self, memory: torch.Tensor) -> None:
-        """Wait until the device has finished all copies, then unlock the pages: a running copy would write to freed memory."""
+        """Wait until the device has finished all copies, then unlock the pages."""
         address = memory.data_ptr()
         self._runtime.synchronize()
         code = self._runtime.unregister(address)
@@ -144,7 +142,7 @@ class CudaPageLock:
 
 
 def _keep(memory: torch.Tensor) -> None:
-    """Do nothing: `atexit` holds this call, and so keeps `memory` alive."""
+    """Do nothing. `atexit` holds this call, and so keeps `memory` alive."""
 
 
 def page_lock_of(device: torch.device) -> PageLock:
@@ -153,11 +151,10 @@ def page_lock_of(device: torch.device) -> PageLock:
 
 
 def aligned_buffer(num_bytes: int) -> torch.Tensor:
-    """Map private host memory: uint8, at least `num_bytes` long, in whole 4 KiB pages.
+    """Map private host memory, uint8, in whole 4 KiB pages.
 
-    The buffer is aligned to a page, or to a huge page if it is at least that long. From huge pages, disk requests are as long as
-    the disk accepts: 4 MiB, against 0.6 MiB from scattered 4 KiB pages. On one machine this gave 1.7 instead of 1.0 GB/s. The
-    mapping is private, because shared anonymous memory has huge pages only if an administrator allows it.
+    The buffer has at least `num_bytes` bytes. It is aligned to a page, or to a huge page if it is at least that long. Huge pages
+    allow disk requests of 4 MiB instead of 0.6 MiB.
 
     Raises:
         OSError: the system has no such memory.
@@ -176,7 +173,7 @@ def aligned_buffer(num_bytes: int) -> torch.Tensor:
 
 
 class PinnedBuffer:
-    """One mapping of host memory, page-locked, cut into vectors.
+    """One mapping of page-locked host memory, cut into vectors.
 
     Args:
         sizes: number of elements and dtype of each vector.
@@ -184,8 +181,8 @@ class PinnedBuffer:
         purpose: words for the error if there is no memory.
 
     Attributes:
-        vectors: 1-D tensors in the order of `sizes`, aligned to `VECTOR_ALIGNMENT` bytes. Their pages exist; their contents are
-            undefined.
+        vectors: 1-D tensors in the order of `sizes`, aligned to `VECTOR_ALIGNMENT` bytes, with undefined contents; their pages
+            exist.
         num_bytes: number of locked bytes.
 
     Raises:
@@ -224,7 +221,7 @@ class PinnedBuffer:
 
 
 class PinnedPool:
-    """Page-locked vectors, kept by length and dtype; they are reused because locking pages is slow.
+    """Page-locked vectors that are reused by length and dtype, because locking pages is slow.
 
     Args:
         page_lock: lock for the device that copies.
@@ -239,7 +236,7 @@ class PinnedPool:
         self._free: dict[VectorSize, list[tuple[torch.Tensor, Sequence[torch.cuda.Event]]]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a free vector [numel], or a new one; its contents are undefined.
+        """Return a free vector [numel], or a new one, with undefined contents.
 
         Raises:
             OutOfMemoryError: there is no memory for a new vector.
@@ -256,7 +253,7 @@ class PinnedPool:
         return buffer.vectors[0]
 
     def give(self, vector: torch.Tensor, events: Sequence[torch.cuda.Event] = ()) -> None:
-        """Return a vector to the pool; it is free once all `events` are reached."""
+        """Return a vector to the pool. It is free once all `events` are reached."""
         with self._guard:
             self._free.setdefault((vector.numel(), vector.dtype), []).append((vector, events))
 
@@ -272,11 +269,11 @@ class PinnedPool:
 
     @property
     def num_free(self) -> int:
-        """Number of vectors that were returned with `give` and not taken again."""
+        """Number of vectors in the pool that were given back and not taken again."""
         return sum(len(vectors) for vectors in self._free.values())
 
     def close(self) -> None:
-        """Wait for the device and unlock all vectors; none may be taken afterwards."""
+        """Wait for the device and unlock all vectors. None may be taken afterwards."""
         for buffer in self._buffers:
             buffer.close()
         self._free.clear()

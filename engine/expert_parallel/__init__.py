@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, token dispatch to ranks and back, expert GEMMs and load balancing."""
+"""Mixture of experts, with routing, token dispatch, expert GEMMs and load balancing."""

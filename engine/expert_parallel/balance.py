@@ -1,10 +1,11 @@
-"""Counts the experts' load over a global batch and rows that overflow buffers, and moves the biases that balance the load.
+"""Balances the experts' load by the routers' biases, and counts rows that overflow buffers.
 
-    a layer's forward      adds its tokens' choices to counts [layers with experts, E], and counts rows that overflow the buffer;
-    once a step            all-reduces the counts over the world; then each router's bias moves (2408.15664):
-                           bias += rate x sign(mean load - expert's load), unless the step is skipped.
+    in each layer's forward   `add` counts its tokens' choices, [layers with experts, E]
+    once a step               `post` all-reduces the counts over the world
+    after that                `update` moves each router's bias, unless the step is skipped (2408.15664):
+                              bias += rate x sign(mean load - expert's load)
 
-E is the number of experts. Tokens are sharded over dp, cp and tp, and layers over pp, so exactly one rank counts each choice.
+E is the number of experts. Exactly one rank counts each choice.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ class ExpertLoad:
         self._overflow = torch.zeros((), dtype=torch.int64, device=device)
 
     def balance(self, layer: int, bias: ShardedParameter) -> None:
-        """Register a layer's bias to follow its load; a second module for the same layer shares the bias."""
+        """Register a layer's bias to follow its load. A second module for the same layer shares the bias."""
         self._routers[layer] = Balanced(self._rows[layer], bias)
 
     def begin(self) -> None:
@@ -70,12 +71,15 @@ class ExpertLoad:
         row += count_values(experts, len(row))
 
     def add_overflow(self, rows: torch.Tensor) -> None:
-        """Add to the count of overflowed rows; `rows` is an int64 scalar on the device."""
+        """Add `rows`, an int64 scalar on the device, to the count of overflowing rows."""
         self._overflow += rows
 
     @property
     def counts(self) -> torch.Tensor:
-        """Choices since `begin`, int64 [layers, E]: this rank's, or the sum over all ranks once `post` has completed."""
+        """Choices since `begin`, int64 [layers, E].
+
+        They are this rank's, or the sum over all ranks once `post` has completed.
+        """
         return self._counts
 
     @property
@@ -88,7 +92,7 @@ class ExpertLoad:
         return world.all_reduce(self._counts, f"{EXPERTS} load")
 
     def update(self, counts: torch.Tensor, skip: torch.Tensor) -> None:
-        """Raise the biases of experts below the mean load by the rate, and lower those of experts above it.
+        """Move each bias by the rate, up for experts below the mean load, down for those above.
 
         `counts` [layers, E] is the load over the global batch. Nothing changes if `skip`, a bool on the device, is true.
         """

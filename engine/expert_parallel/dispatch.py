@@ -1,26 +1,25 @@
 """Sends tokens to the ranks that hold their experts, and the outputs back.
 
-    x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] for this rank's experts, ordered by expert;
-    row outputs [R, h]                    --combine-->   y [T, h], summed over each token's experts.
+    x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] for this rank's experts, ordered by expert
+    row outputs [R, h]                    --combine-->   y [T, h], summed over each token's experts
 
 T is the number of tokens on this rank, h the hidden size, k the number of experts per token, R the number of rows. A set of experts
 is shared by n = ep x etp ranks. There are three forms of dispatch, and none drops a token.
 
     GatherDispatch       every rank all-gathers all n T tokens and picks the rows of its experts; outputs are reduce-scattered.
-                         The buffer has a fixed row count, so the host reads no counts. Rows that overflow it are counted,
-                         and the step then fails without an update.
+                         The host reads no counts, because the buffer has a fixed row count. If rows overflow the buffer,
+                         the step fails without an update.
     ExchangeDispatch     ranks exchange rows by all-to-all. The host reads row counts, once per layer and pass.
-    ReplicatedDispatch   every rank has the same tokens (generation): each picks its experts' rows, and outputs are all-reduced.
+    ReplicatedDispatch   every rank has the same tokens (generation) and picks its experts' rows; outputs are all-reduced.
 
-With etp > 1 each expert is sharded over etp ranks: all get the same rows, and their outputs are partial sums.
+With etp > 1 each expert is sharded over etp ranks. All get the same rows, and their outputs are partial sums.
 
 Dispatch's backward uses combine's communication, and vice versa. Two index tensors describe the rows:
 
-    slots    each row's slot (a token has k slots), by which rows are gathered from tokens;
-    places   each slot's row, by which a token's rows are gathered and added.
+    slots    each row's slot (a token has k slots)
+    places   each slot's row
 
-With these indices both directions gather, so no two threads add to one number. A sum has the same order on every device: by slot,
-then by etp.
+With these indices both directions gather, so a sum has the same order on every device: by slot, then by etp.
 """
 
 import itertools
@@ -52,7 +51,7 @@ class Dispatched:
         rows: expert inputs [R, h], ordered by expert.
         weights: row weights [R], in the accumulation dtype.
         ends: end of each local expert's rows.
-        combine: function from row outputs [R, h] to outputs for this rank's tokens [T, h].
+        combine: function (row outputs [R, h]) -> outputs for this rank's tokens [T, h].
     """
 
     rows: torch.Tensor
@@ -64,8 +63,8 @@ class Dispatched:
 class Dispatch(Protocol):
     """One dispatch form.
 
-    `begin` posts the collectives that need only the choice, int64 [T, k]. It returns a function that dispatches tokens x [T, h]
-    with their weights [T, k].
+    `begin` takes the chosen experts, int64 [T, k], and posts the collectives that need only these. It returns a function that
+    dispatches tokens x [T, h] with their weights [T, k].
     """
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]: ...
@@ -103,14 +102,14 @@ class ExpertGroup:
                 self.on_kept(each)
 
     def local_numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        """Map experts' indices to indices on this rank, 0 .. num_local - 1; other ranks' experts become `num_local`."""
+        """Map experts' indices to this rank's 0 .. num_local - 1, and other ranks' experts to `num_local`."""
         local = experts - self.place.ep_index * self.num_local
         return local.where((local >= 0) & (local < self.num_local), self.num_local)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """Row counts that the host knows without reading tensors, as in a footprint, where tensors have no values.
+    """Row counts that the host knows without reading tensors, as in a footprint.
 
     Attributes:
         to_members: rows to each member, by the member's local experts, [n][E / ep].
@@ -121,15 +120,15 @@ class KnownRows:
     from_members: Sequence[Sequence[int]]
 
     def ends(self, most: int) -> list[int]:
-        """Compute the end of each local expert's rows in a buffer with `most` rows; rows beyond it overflow."""
+        """Compute the end of each local expert's rows in a buffer with `most` rows."""
         of_expert = (sum(counts) for counts in zip(*self.from_members, strict=True))
         return [min(end, most) for end in itertools.accumulate(of_expert)]
 
 
 def sum_rows(rows: torch.Tensor, places: torch.Tensor, fusion: Fusion, *, has_gaps: bool = False) -> torch.Tensor:
-    """Sum m of the rows [R, h] for each of N tokens, in the order in which `places` lists them: [N, h] in the rows' dtype.
+    """Sum m of the rows [R, h] for each of N tokens, in the order of `places`.
 
-    The sum is taken in the accumulation dtype.
+    The result is [N, h] in the rows' dtype, summed in the accumulation dtype.
 
     Args:
         places: row indices int64 [N, m]; with `has_gaps`, the index R means no row.
@@ -199,7 +198,7 @@ class _Picked:
         return weights.flatten().index_select(0, self.slots.clamp(max=weights.numel() - 1))
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum each token's rows out of [R, h]: [N, h] in the rows' dtype, summed in the accumulation dtype."""
+        """Sum each token's rows out of [R, h], as [N, h] in the rows' dtype."""
         return sum_rows(rows, self.places, self.fusion, has_gaps=self.has_gaps)
 
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
@@ -212,7 +211,7 @@ class GatherDispatch:
     """Dispatch by all-gather and reduce-scatter.
 
     Attributes:
-        known: row counts for a footprint, from which the host knows `ends` without a read; None in a run.
+        known: row counts for a footprint; None in a run.
     """
 
     def __init__(self, group: ExpertGroup) -> None:
@@ -220,7 +219,7 @@ class GatherDispatch:
         self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Post the all-gather of the choice `experts`, int64 [T, k]; return the function that dispatches (see `Dispatch`)."""
+        """Post the all-gather of `experts`, int64 [T, k]; return the function that dispatches (see `Dispatch`)."""
         group, (num_tokens, _) = self._group, experts.shape
         gathered = group.axis.all_gather(experts, f"{EXPERTS} choice")
         num_rows = buffer_rows(group.moe, num_tokens, group.place.ep, group.place.etp)
@@ -286,7 +285,7 @@ class ReplicatedDispatch:
         self._group = group
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Pick the rows for this rank's experts; no collective is posted. Return the function that dispatches."""
+        """Pick the rows for this rank's experts; return the function that dispatches."""
         group, (num_tokens, k) = self._group, experts.shape
         picked = _Picked.of(group, experts, num_tokens * min(k, group.num_local))
 
@@ -329,15 +328,15 @@ class _Exchange:
         return self.slots // self.k
 
     def there(self, values: torch.Tensor, purpose: str) -> Pending:
-        """Post values in sending order to their experts' ranks; the result is in receive order."""
+        """Post values in sending order to their experts' ranks, which get them in receive order."""
         return self.axis.all_to_all_rows(values, self.sent, self.received, purpose)
 
     def back(self, values: torch.Tensor, purpose: str) -> Pending:
-        """Post values in receive order back to their tokens' ranks; the result is in sending order."""
+        """Post values in receive order back to their tokens' ranks, which get them in sending order."""
         return self.axis.all_to_all_rows(values, self.received, self.sent, purpose)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum each token's rows, given in sending order [sum(sent), h]: [T, h], summed in the accumulation dtype."""
+        """Sum each token's rows, given in sending order [sum(sent), h], as [T, h]."""
         return sum_rows(rows, self.places.view(-1, self.k * self.places.shape[1]), self.fusion)
 
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
@@ -345,10 +344,7 @@ class _Exchange:
         return sum_rows(values.unsqueeze(1), self.places, EAGER).view(-1, self.k)
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
-        """Map row outputs [R, h], ordered by expert, to sums over each token's experts [T, h].
-
-        Each step frees its input: these are a layer's largest tensors, and no backward needs them.
-        """
+        """Map row outputs [R, h], ordered by expert, to sums over each token's experts [T, h]."""
         ordered = _Ordered.apply(out, self)
         del out
         returned = _Returned.apply(ordered, self)
@@ -360,7 +356,7 @@ class ExchangeDispatch:
     """Dispatch by all-to-all.
 
     Attributes:
-        known: row counts for a footprint, which replace those that the host would read; None in a run.
+        known: row counts for a footprint; None in a run.
     """
 
     def __init__(self, group: ExpertGroup) -> None:
@@ -395,10 +391,7 @@ class ExchangeDispatch:
         return dispatch
 
     def _plan(self, experts: torch.Tensor, known: KnownRows, from_members: torch.Tensor) -> _Exchange:
-        """Plan the row order; `from_members` [n, E / ep] holds the received counts on the device.
-
-        Index tensors are computed on the device too, since copying the host's counts there would make the host wait again.
-        """
+        """Plan the row order; `from_members` [n, E / ep] holds the received counts on the device."""
         group = self._group
         sent, received = ([sum(row) for row in rows] for rows in (known.to_members, known.from_members))
         slots = experts.flatten().argsort(stable=True)  # by expert, so also by ep rank
@@ -455,7 +448,7 @@ class _There(torch.autograd.Function):
 
 
 class _Ordered(torch.autograd.Function):
-    """Permutation that takes rows [R, h] from expert order to receive order."""
+    """Permutes rows [R, h] from expert order to receive order."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
@@ -468,7 +461,7 @@ class _Ordered(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """Way back for rows to their tokens' ranks: [R, h] in receive order -> [sum(sent), h] in sending order."""
+    """Returns rows to their tokens' ranks, [R, h] in receive order -> [sum(sent), h] in sending order."""
 
     @staticmethod
     def forward(ctx: Any, ordered: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
@@ -481,7 +474,7 @@ class _Returned(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Sum over each token's rows: [sum(sent), h] in sending order -> [T, h]."""
+    """Sums each token's rows, [sum(sent), h] in sending order -> [T, h]."""
 
     @staticmethod
     def forward(ctx: Any, returned: torch.Tensor, exchange: _Exchange) -> torch.Tensor:

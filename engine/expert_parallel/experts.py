@@ -4,10 +4,8 @@
     up     inner = rows W_up[e]^T        [R, f or 2 f]
     down   out = (g act) W_down[e]^T     [R, h], where g is the row's routing weight
 
-R is the number of rows, h the hidden size, f the experts' width. The routing weight multiplies the second projection's input, which
-is narrower than the output. So the output need not be saved for the routing weight's gradient.
-
-`engine/kernels/grouped_gemm.py` has the GEMMs. No result depends on unused rows.
+R is the number of rows, h the hidden size, f the experts' width. No result depends on unused rows. The routing weight multiplies
+the second projection's input. So the output need not be saved for the routing weight's gradient.
 """
 
 from collections.abc import Callable
@@ -35,7 +33,7 @@ class ExpertContext:
 
 
 class ExpertLinear(nn.Module):
-    """One projection for all local experts; its weight is [experts, .., in], with the output dims in the middle."""
+    """One projection for all local experts, with a weight [experts, .., in]. The output dims are in the middle."""
 
     def __init__(self, weight: ShardedParameter, work: ExpertContext, name: str) -> None:
         super().__init__()
@@ -144,7 +142,7 @@ def _weighted_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute gradients for the activated rows [R, f] and for the weights [R].
 
-    When not compiled, it finishes the second gradient before it begins the first, so only one wide tensor exists at a time.
+    In eager mode, only one wide tensor exists at a time.
     """
     of_weights = grad.to(weights.dtype, copy=True).mul_(activated).sum(-1)
     return _weighted(grad, weights), of_weights

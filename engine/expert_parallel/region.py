@@ -1,4 +1,4 @@
-"""Builds what a rank's MoE layers share: routing rule, dispatch form and load counts."""
+"""Builds the routing rule, dispatch form and load counts that a rank's MoE layers share."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ class ExpertRegion:
     """Routing, dispatch and load for a rank's MoE layers.
 
     Attributes:
-        cuts_tokens: whether tensor-parallel ranks route different tokens; false in decoding, where all have the same tokens.
+        cuts_tokens: whether tensor-parallel ranks route different tokens; false in decoding.
     """
 
     router: Router
@@ -40,7 +40,7 @@ class ExpertRegion:
         fusion: Fusion,
         on_kept: TensorObserver = unobserved,
     ) -> "ExpertRegion | None":
-        """Build a rank's region, or None if the model has no experts; `fusion` and `on_kept` go to `ExpertGroup`."""
+        """Build a rank's region; None if the model has no experts."""
         moe = config.model.moe
         if moe is None:
             return None

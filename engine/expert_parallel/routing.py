@@ -5,18 +5,17 @@
     weights g                  the chosen experts' s; with `normalize`, divided by their sum; times `scaling`.
 
 T is the number of tokens, E the number of experts. The bias affects only the choice, so it has no gradient (2408.15664). Two losses
-add to the logits' gradient but not to the reported loss. They cover every token in the global batch, since tokens that the loss
-mask excludes are routed too.
+add to the logits' gradient but not to the reported loss. They cover every token in the global batch, even those that the loss mask
+excludes.
 
     z loss            z sum_tokens log(sum(exp(logits)))^2                                                 2202.08906, equation 5
     sequence loss     a sum_samples S sum_i f_i P_i, f_i = E / (k S) x tokens that i counts,               2412.19437, equations
                       P_i = 1 / S sum_tokens s_i / sum(s)                                                  17 to 20
 
 The coefficients z and a are configured; i is an expert, and S the number of tokens in a sample. Expert i counts the tokens for
-which s_i is among the k largest s. Bias and groups are ignored here, since they move the choice but not the router's preference. If
-`balance.sequence_counts` is `choices`, i instead counts the tokens that chose it. A sample's tokens are sharded over cp x tp ranks,
-so f is all-reduced over these ranks. The loss is linear in P, so P needs no reduction. With softmax, s sums to 1, and the sequence
-loss is Switch's auxiliary loss (2101.03961, equation 4) per sample.
+which s_i is among the k largest s, without bias and groups. If `balance.sequence_counts` is `choices`, i instead counts the tokens
+that chose it. f is all-reduced over the cp x tp ranks that share a sample. With softmax, the sequence loss is Switch's auxiliary
+loss (2101.03961, equation 4) per sample.
 
 A recomputed forward reuses the first forward's choices, since scores that differ in the last bit could choose other experts.
 """
@@ -71,12 +70,12 @@ class Router:
         return top_experts(scores if bias is None else scores + bias, self.moe)
 
     def in_turn(self, positions: torch.Tensor) -> torch.Tensor:
-        """Choose experts int64 [T, k] round-robin by the tokens' positions int64 [T] in their samples, ignoring scores."""
+        """Choose experts int64 [T, k] round-robin by the tokens' positions int64 [T] in their samples."""
         k = self.moe.top_k
         return (positions.unsqueeze(-1) * k + torch.arange(k, device=positions.device)) % self.moe.num_experts
 
     def counted(self, experts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Select the experts int64 [T, k] that the sequence loss counts for tokens that chose `experts`."""
+        """Select the experts int64 [T, k] that each token's sequence loss counts."""
         return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
 
     def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
@@ -105,7 +104,7 @@ class Router:
         """Route tokens x [T, h] by the router's weight [E, h].
 
         Args:
-            choose: function from scores [T, E] to the choice; it is called once.
+            choose: function (scores [T, E]) -> choice; called once.
 
         Returns:
             Weights [T, k] in the accumulation dtype, and experts int64 [T, k].
@@ -114,10 +113,10 @@ class Router:
 
 
 def top_experts(scores: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
-    """Choose the k experts with the largest scores [T, E] as int64 [T, k]; on a tie the lower number comes first.
+    """Choose the k experts with the largest scores [T, E], as int64 [T, k].
 
-    With groups, only experts in the best groups are eligible. A group's score is its best expert's (2405.04434, section 2.2.2) or
-    the sum of its best two (2412.19437, section 2.1.2).
+    On a tie the lower number comes first. With groups, only experts in the best groups are eligible. A group's score is its best
+    expert's (2405.04434, section 2.2.2) or the sum of its best two (2412.19437, section 2.1.2).
     """
     if moe.groups > 1:
         by_group = scores.unflatten(-1, (moe.groups, -1))
@@ -133,13 +132,13 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def count_values(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Count how often 0 .. count - 1 occur in `values`: int64 [count]; unlike in torch.bincount, the host reads nothing."""
+    """Count how often 0 .. count - 1 occur in `values`, as int64 [count], without a read by the host."""
     flat = values.flatten()
     return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 class _Route(torch.autograd.Function):
-    """Scores, choice and weights; it saves the tokens, the router's weight, the logits and the choice."""
+    """Autograd function for scores, choice and weights. It saves the tokens, the router's weight, the logits and the choice."""
 
     @staticmethod
     def forward(
@@ -196,7 +195,7 @@ def _scores(logits: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _of_shares(scores: torch.Tensor, of_sample: torch.Tensor) -> torch.Tensor:
-    """Compute the scores' gradient [T, E] from the gradient for s / sum(s), [b, E], which is equal for all tokens in a sample."""
+    """Compute the scores' gradient [T, E] from the gradient for s / sum(s), given per sample as [b, E]."""
     samples, num_experts = of_sample.shape
     total = scores.sum(-1, keepdim=True)
     grad = of_sample.expand(scores.shape[0] // samples, samples, num_experts).reshape(scores.shape)

@@ -1,1 +1,1 @@
-"""Per-token losses from the head's product, whose vocabulary is cut over tp."""
+"""Computes per-token losses from the head's product, whose vocabulary is cut over tp."""

@@ -1,20 +1,17 @@
-"""The output head and its cross-entropy, one chunk of tokens at a time, so that all logits never exist at once.
+"""Computes the output head and its cross-entropy for one chunk of tokens at a time.
 
-    whole     logits = X W^T [s b, V/t] are computed once and kept for the backward        (`ColumnParallelLinear`, then
-              `vocab_parallel_cross_entropy`)
-    chunked   n tokens' logits at a time, recomputed in the backward at the price of one more head GEMM
+    whole     the logits X W^T [s b, V/t] are computed once and kept for the backward
+    chunked   the logits of n tokens exist at a time, and the backward recomputes them with one more head GEMM
 
-With 128,256 vocabulary entries and 8,192 tokens the logits take 2.1 GB in bf16. That is as much as all 32 layers of Llama-3-8B keep
-with full recomputation. The logits for 1,024 tokens take 263 MB.
+With 128,256 vocabulary entries, the logits for 8,192 tokens take 2.1 GB in bf16, and those for 1,024 tokens 263 MB.
 
-V is the vocabulary size, t the number of tp ranks. Both forms use the same collectives. Rank i computes S_i = sum exp(z - m_i) over
-its own columns, where m_i is its largest logit. Once the global maximum m is known, the sum over the vocabulary is sum_i exp(m_i -
-m) S_i.
+V is the vocabulary size, t the number of tp ranks. Rank i computes S_i = sum exp(z - m_i) over its own columns, where m_i is its
+largest logit. With the global maximum m, the sum over the vocabulary is sum_i exp(m_i - m) S_i.
 
 The backward overlaps the dX reduction with the last GEMM:
-    1. all-gather X (sequence parallelism keeps only a shard, as in `linear/layers.py`), wait for it
-    2. for each chunk: recompute the logits, write their gradient dY over them, dX = dY W, dW += dY^T X
-    3. before the last dW: post f's backward on dX; wait for it after the last dW
+    1. all-gather X, and wait for it (sequence parallelism keeps only a shard)
+    2. for each chunk, recompute the logits, write their gradient dY over them, dX = dY W, dW += dY^T X
+    3. before the last dW, post f's backward on dX; wait for it after the last dW
 """
 
 from typing import Any
@@ -40,10 +37,10 @@ def chunked_head_losses(
     fusion: Fusion = EAGER,
     options: LogitOptions = PLAIN_LOGITS,
 ) -> torch.Tensor:
-    """Compute the cross-entropy per token from the head's input; the backward adds the z-loss gradient.
+    """Compute the cross-entropy per token from the head's input.
 
-    Even if the schedule defers weight gradients, the head's is computed at once: deferring it would keep all logit gradients in
-    memory.
+    The backward adds the z-loss gradient. The head's weight gradient is computed at once, even if the schedule defers weight
+    gradients.
 
     Args:
         x: head input, [s(/t), b, h].

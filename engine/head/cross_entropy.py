@@ -1,15 +1,13 @@
-"""Cross-entropy of logits whose vocabulary is cut over tp; the whole row of logits never exists on one rank.
+"""Computes the cross-entropy of logits whose vocabulary is cut over tp.
 
     loss = log(sum_v exp(z_v)) - z_target          d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = target]
 
 z_v is the logit for vocabulary entry v; [v = target] is 1 for the target's entry, else 0. Three numbers per token cross the tp
-axis: the largest logit (max, for stability), then the exponentials' sum and the target's logit. Columns past the vocabulary
-(padding) are left out of the softmax and get a zero gradient.
+axis: the largest logit, the exponentials' sum, and the target's logit. Columns past the vocabulary (padding) are left out of the
+softmax and get a zero gradient.
 
-The exponentials would need more memory than the logits, because their dtype is wider, so they never all exist at once. Eager code
-computes them for a few tokens at a time; compiled code keeps them in registers. The backward recomputes the softmax from the logits
-and the log of the sum, [s, b], and writes the gradient over the logits. `triaxis.engine.head.chunked_head` does not even save the
-logits.
+The exponentials never all exist at once, because they would need more memory than the logits. The backward recomputes the softmax
+from the logits and the log of the sum, [s, b]. It writes the gradient over the logits.
 """
 
 from dataclasses import dataclass
@@ -32,11 +30,10 @@ def vocab_parallel_cross_entropy(
     fusion: Fusion = EAGER,
     options: LogitOptions = PLAIN_LOGITS,
 ) -> torch.Tensor:
-    """Compute the cross-entropy per token, without the z-loss; the backward adds the z-loss gradient.
+    """Compute the cross-entropy per token, without the z-loss. The backward adds the z-loss gradient.
 
     Args:
-        logits: this rank's columns in the head's product, contiguous, [s, b, V_padded / t]. The forward overwrites them with the
-            final logits, the backward with the gradient.
+        logits: this rank's columns in the head's product, contiguous, [s, b, V_padded / t]; overwritten in forward and backward.
         targets: target ids below `vocab_size`, int64 [s, b].
         axis: tp axis.
         vocab_size: vocabulary size V, without padding.
@@ -99,7 +96,7 @@ class LocalTargets:
 
     @classmethod
     def of(cls, targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> "LocalTargets":
-        """Build the targets from ids in any shape, flattened; each rank has `columns` columns, padding included."""
+        """Build the targets from ids in any shape, flattened. Each rank has `columns` columns with padding."""
         first = axis.index * columns
         real = min(max(vocab_size - first, 0), columns)
         local = targets.reshape(-1) - first
@@ -111,7 +108,10 @@ class LocalTargets:
         return LocalTargets(self.local[rows], self.held[rows], self.real)
 
     def largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Find each token's largest logit, [tokens] in the accumulation dtype; the dtype's minimum if all columns are padding."""
+        """Find each token's largest logit, [tokens] in the accumulation dtype.
+
+        If all columns are padding, the result is the dtype's minimum.
+        """
         # The maximum is one of the narrow numbers, so widening only the maximum is exact.
         if self.real:
             return accumulate(logits[:, : self.real].amax(-1))
@@ -119,7 +119,10 @@ class LocalTargets:
         return logits.new_full(self.local.shape, torch.finfo(wide).min, dtype=wide)
 
     def sums(self, logits: torch.Tensor, largest: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-        """Compute this rank's share of two sums per token, [2, tokens]: exp(z - largest), and the target's logit."""
+        """Compute this rank's share of two sums per token, [2, tokens].
+
+        They are the sum of exp(z - largest), and the target's logit.
+        """
         sums = largest.new_zeros((2, len(largest)))
         if self.real:
             z = logits[:, : self.real]
@@ -134,9 +137,10 @@ class LocalTargets:
     def write_gradient(
         self, logits: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, fusion: Fusion, options: LogitOptions
     ) -> None:
-        """Overwrite `logits` with the gradient for the head's product, given log_sum [tokens] and the losses' gradients [tokens].
+        """Overwrite `logits` with the gradient for the head's product.
 
-        The gradient is dy_v = (softmax_v (1 + 2 z_loss Z) - [v = target]) grad dz_v / dy_v, where Z = log_sum.
+        The gradient is dy_v = (softmax_v (1 + 2 z_loss Z) - [v = target]) grad dz_v / dy_v, where Z = log_sum. `log_sum` and `grad`
+        are [tokens].
         """
         z, grad = logits[:, : self.real], grad.unsqueeze(-1)
         if self.real and fusion.is_compiled:
@@ -174,7 +178,7 @@ def _write_gradient(
     softcap: float | None,
     z_loss: float,
 ) -> None:
-    """Write the gradient over z [tokens, v]; it compares each column with the target, which costs nothing in a compiled pass."""
+    """Write the gradient over z [tokens, v]. Each column is compared with the target."""
     columns = torch.arange(z.shape[1], device=z.device)
     is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
     softmax = _exp_of_difference(z, log_sum)
@@ -185,5 +189,5 @@ def _write_gradient(
 
 
 def _exp_of_difference(z: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Compute exp(z - shift) in `shift`'s dtype, the accumulation dtype, with one temporary; z [n, v], shift [n]."""
+    """Compute exp(z - shift) in `shift`'s dtype, with one temporary; z [n, v], shift [n]."""
     return z.sub(shift.unsqueeze(-1)).exp_()

@@ -33,7 +33,7 @@ class LogitOptions:
         return self.divisor == 1 and self.softcap is None
 
     def shape_(self, y: torch.Tensor, fusion: Fusion) -> None:
-        """Turn y [.., v] into logits in place, computed in the accumulation dtype and rounded once."""
+        """Turn y [.., v] into logits in place. They are computed in the accumulation dtype and rounded once."""
         if self.is_plain:
             return
         flat = y.view(-1, y.shape[-1])
@@ -52,7 +52,7 @@ PLAIN_LOGITS = LogitOptions()
 
 
 def chunks(z: torch.Tensor) -> Iterator[slice]:
-    """Yield slices over the tokens in z [tokens, v]; each covers about `CHUNK_NUMEL` elements."""
+    """Yield slices over the tokens in z [tokens, v], each of about `CHUNK_NUMEL` elements."""
     num_rows = max(1, CHUNK_NUMEL[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], num_rows):
         yield slice(start, start + num_rows)

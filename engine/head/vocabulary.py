@@ -1,7 +1,6 @@
-"""Logits whose vocabulary is cut over tp, with the sums and look-ups that an extension's loss needs.
+"""Provides sums and look-ups over logits whose vocabulary is cut over tp.
 
-Each result [s, b] is equal on every tp rank, and every rank continues with it in the same way. So a sum over ranks passes its
-gradient through unchanged (g in `engine/tensor_parallel/mappings.py`), and no backward communicates.
+Each result [s, b] is equal on every tp rank, and every rank must use it in the same way. So no backward communicates.
 """
 
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ class VocabularyLogits:
         return cls(accumulate(logits[..., : max(vocab_size - first, 0)]), axis, first, vocab_size)
 
     def sum(self, columns: torch.Tensor) -> torch.Tensor:
-        """Sum over the whole vocabulary, on all tp ranks: this rank's `columns` [s, b, v] -> [s, b]."""
+        """Sum `columns` [s, b, v] over the vocabulary of all tp ranks -> [s, b]."""
         total: torch.Tensor = _SumOfRanks.apply(columns.sum(-1), self.axis)
         return total
 
@@ -57,7 +56,7 @@ class VocabularyLogits:
         return self.sum((self.columns - largest.unsqueeze(-1)).exp()).log() + largest
 
     def at(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up each token's logit for one vocabulary id: ids int64 [s, b] -> [s, b]."""
+        """Look up each token's logit for the vocabulary id in `ids`, int64 [s, b] -> [s, b]."""
         local = ids - self.first
         held = (local >= 0) & (local < self.columns.shape[-1])
         if not self.columns.shape[-1]:

@@ -1,10 +1,7 @@
 """Activations: computed in the accumulation dtype, returned in the input's dtype.
 
 Each activation has an explicit backward and saves only its input, which exists anyway. Autograd would also save copies in the
-accumulation dtype and products that are cheap to recompute.
-
-`fusion` runs the forward and the backward (`engine/kernels/fusion.py`). Eager GELU uses torch's own kernels. Compiled GELU uses
-torch's forward too, because it is a single operator.
+accumulation dtype.
 """
 
 import math
@@ -24,11 +21,11 @@ from triaxis.engine.numerics.precision import accumulate
 
 @dataclass(frozen=True, slots=True)
 class _Activation:
-    """An activation's forward, x [.., f] -> [.., f], and its backward, (x, grad [.., f]) -> gradient for x.
+    """An activation's forward and backward.
 
-    A gated activation takes x = [gate | up], [.., 2f]. In `eager_backward`, torch's own kernels write each half of the gradient
-    directly into the result, which saves two passes over memory compared with `cat`. Compiled code cannot do this, because a
-    compiled operator's `out` must be a whole tensor.
+    The forward maps x [.., f] -> [.., f], the backward (x, grad [.., f]) -> gradient for x. If the activation is gated, x is [..,
+    2f], [gate | up]. `eager_backward` writes each half of the gradient directly into the result, which a compiled function cannot
+    do.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -38,12 +35,14 @@ class _Activation:
 
 
 class ActivationKernel:
-    """An MLP's nonlinearity: x [.., f], or [gate | up] [.., 2f] if gated, -> [.., f].
+    """An MLP's nonlinearity.
+
+    The forward maps x [.., f], or [gate | up] [.., 2f] if gated, to [.., f].
 
     Args:
         name: activation name in the configuration.
         fusion: runner for the forward and the backward.
-        add_total: function that the backward calls with x's gradient summed over tokens, which is the bias gradient.
+        add_total: function that the backward calls with the bias gradient, which is x's gradient summed over tokens.
         lengths: input lengths that one compiled kernel accepts (`Fusion`).
 
     Raises:
@@ -66,7 +65,7 @@ class ActivationKernel:
 
 
 class _Activated(torch.autograd.Function):
-    """An activation that saves only its input and recomputes everything else in the backward."""
+    """Autograd function that saves only the activation's input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kernel: ActivationKernel) -> torch.Tensor:
@@ -88,7 +87,7 @@ class _Activated(torch.autograd.Function):
 def _backward_and_total(
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x's gradient, computed by `backward`, and the sum of this gradient over tokens."""
+    """Return x's gradient, computed by `backward`, and its sum over tokens."""
     grad_x = backward(x, grad)
     return grad_x, total_of(grad_x)
 
@@ -99,8 +98,9 @@ def _swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute SwiGLU's gradient for x = [gate | up]: [dy up silu'(gate) | dy silu(gate)], where dy is `grad`.
+    """Compute SwiGLU's gradient for x = [gate | up].
 
+    dx = [dy up silu'(gate) | dy silu(gate)], where dy is `grad`
     silu'(g) = sigmoid(g) (1 + g (1 - sigmoid(g)))
     """
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
@@ -125,9 +125,10 @@ def _geglu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient for x = [gate | up]: [dy up g'(gate) | dy g(gate)], g being GELU's tanh approximation.
+    """Compute the gradient for x = [gate | up] with g, GELU's tanh approximation.
 
-    g(z)  = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3);
+    dx    = [dy up g'(gate) | dy g(gate)], where dy is `grad`
+    g(z)  = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3)
     g'(z) = (1 + t) / 2 + z (1 - t^2) / 2 sqrt(2 / pi) (1 + 0.134145 z^2)
     """
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
@@ -159,7 +160,10 @@ def _geglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute [dy up g'(gate) | dy g(gate)]: g(z) = z P(z), P the normal distribution (1606.08415), g'(z) = P(z) + z P'(z)."""
+    """Compute [dy up g'(gate) | dy g(gate)] with GELU g (1606.08415).
+
+    g(z) = z P(z) and g'(z) = P(z) + z P'(z), where P is the normal distribution.
+    """
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
     share, slope = _share_and_slope(gate)
     return torch.cat((grad * up * slope, grad * gate * share), dim=-1).to(x.dtype)

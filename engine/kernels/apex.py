@@ -1,12 +1,11 @@
-"""apex's FusedAdam kernel: AdamW for many tensors in one launch.
+"""Runs AdamW for many tensors in one launch, by apex's FusedAdam kernel.
 
     g <- g inv_scale,  m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2
     w <- w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay w)             (1711.05101, algorithm 2)
 
 All arithmetic is in fp32, including bias corrections. In fp32, 1 - 0.999 has a relative error of 5e-5, so the first updates may
 differ from torch's by that much. The kernel reads the learning rate, step, scale and skip flag on the device. apex's optimizer
-class is not used: it owns whole parameters and allocates masters and moments. Here masters and moments are parts of flat buffers
-that the engine saves and reshards.
+class is not used, because it allocates its own masters and moments.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +51,9 @@ class Apex:
         scale: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
-        """Update flat tensors [n] in place, and scale the gradients in place; if `skip` is 1, change nothing.
+        """Update flat tensors [n] in place, and scale the gradients in place.
+
+        If `skip` is 1, nothing changes.
 
         Args:
             lists: tensor lists in the order that `adam` (4) or `adam_with_masters` (5) takes; moments are fp32.
@@ -71,7 +72,7 @@ def open_apex() -> Apex:
     """Import apex's kernels.
 
     Raises:
-        ImportError: the kernels are not installed; the message states whether another package named apex is.
+        ImportError: the kernels are not installed; the message names the reason.
     """
     try:
         kernels = import_module("amp_C")

@@ -1,15 +1,14 @@
 """Computes attention with the kernel named in the configuration.
 
-    sdpa                       torch chooses a kernel for the shapes; `attention_trials.chosen` names it
-    flash, cudnn, efficient    the named torch backend, or an error before anything is built (`attention_trials.py`)
+    sdpa                       torch chooses a kernel for the shapes (`attention_trials.chosen` names it)
+    flash, cudnn, efficient    the named torch backend, or an error before anything is built
     varlen                     flash attention on a GPU, with windows, documents, sinks and row parts
     te                         Transformer Engine's attention, with windows (`te_attention.py`)
-    blocks                     plain operators by query blocks: runs anywhere, with everything, even capped logits
-    math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
-    explicit                   plain operators that materialise the probabilities (`explicit_attention.py`): only it has dropout
+    blocks                     plain operators by query blocks, anywhere, with every feature but dropout
+    math                       torch's own formula, operator by operator, for decoding where no fused kernel runs
+    explicit                   plain operators that save the probabilities, the only kernel with dropout (`explicit_attention.py`)
 
-For plain causal attention, all kernels except te, blocks and explicit call torch's scaled_dot_product_attention. On the CPU, sdpa
-and flash also support windows, documents, sinks and parts. Only explicit saves the probabilities.
+On the CPU, sdpa and flash also support windows, documents, sinks and parts.
 """
 
 from contextlib import nullcontext
@@ -41,14 +40,16 @@ def attention(
     te: TeAttention | None = None,
     drop: Drop | None = None,
 ) -> torch.Tensor:
-    """Compute scaled dot-product attention: q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
+    """Compute scaled dot-product attention.
+
+    The shapes are q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
     Args:
         kernel: name in `triaxis.engine.config.attention_kernels.ATTENTION_KERNELS`.
         q, k, v: operands with one dtype; d_v <= d.
-        mask: restriction on the visible keys beyond causality; its documents and part are on q's device.
-        is_causal: whether queries see no later keys; then s_k = s, or the mask has a part. False for a single query (s = 1) at the
-            last of s_k positions.
+        mask: restriction on the visible keys beyond causality, on q's device.
+        is_causal: whether queries see no later keys, which needs s_k = s or a mask with a part; False for a single query (s = 1) at
+            the last of s_k positions.
         scale: logit factor; None means d ** -0.5.
         softcap: cap c in c tanh(logit / c), or None for uncapped logits.
         sinks: one logit per head [n] in the softmax's denominator, or None.
@@ -89,8 +90,8 @@ def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | No
     """Build the named kernel for a mask.
 
     Raises:
-        RuntimeError: the kernel has no windows, documents and sinks on this device, or cannot cap logits. For varlen on a CPU the
-            build succeeds, because a footprint uses CPU tensors without memory; in a run, torch itself raises an error.
+        RuntimeError: the kernel has no windows, documents and sinks on this device, or cannot cap logits. varlen builds on a CPU
+            and fails only in a run.
     """
     record = ATTENTION_KERNELS[name]
     if softcap is not None and record.lacks(frozenset({"softcap"})):

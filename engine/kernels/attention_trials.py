@@ -21,7 +21,7 @@ _TRIED_LENGTH = 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The facts that decide whether a kernel runs: one rank's heads, their sizes, dtype, device and the mask's features.
+    """The facts that decide whether an attention kernel runs on this rank.
 
     Attributes:
         value_dim: value size per head; None means `head_dim`, the query and key size.
@@ -37,7 +37,11 @@ class AttentionShape:
 
 
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
-    """Run a named kernel, forward and backward, on a short sequence; return torch's reason if that fails, else ""."""
+    """Run a named kernel, forward and backward, on a short sequence.
+
+    Returns:
+        torch's reason if the run fails, else "".
+    """
     if kernel == "te":
         if lacks := ATTENTION_KERNELS[kernel].lacks(shape.pattern.asked):
             return f"it has {lacks}"
@@ -57,7 +61,11 @@ def attention_failure(kernel: str, shape: AttentionShape) -> str:
 
 
 def decoding_failure(kernel: str, shape: AttentionShape) -> str:
-    """Run a named kernel on one query and 128 keys, forward only; return torch's reason if that fails, else ""."""
+    """Run a named kernel, forward only, on one query and 128 keys.
+
+    Returns:
+        torch's reason if the run fails, else "".
+    """
 
     def decode() -> None:
         q, k, v = _operands(shape, num_queries=1)
@@ -92,7 +100,7 @@ def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
 
 
 def chosen(shape: AttentionShape) -> str:
-    """Return the name of the kernel that torch chooses for `sdpa`: FlashAttentionForCpu, CudnnAttention, ..., or math."""
+    """Return the name of the kernel that torch chooses for `sdpa`, such as FlashAttentionForCpu or math."""
     with torch.enable_grad():
         node = _trial("sdpa", replace(shape, pattern=PLAIN)).grad_fn
     name = "" if node is None else node.name()
@@ -107,12 +115,10 @@ def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
 
 
 def _try_part(kernel: str, shape: AttentionShape) -> None:
-    """Attend from a row's second and last quarters, forward and backward, and compare with plain operators.
-
-    With fewer queries than keys, some kernels silently align the causal mask with the first key instead of the last.
+    """Compare attention from parts of a row, forward and backward, with plain operators.
 
     Raises:
-        RuntimeError: the kernel does not support parts, or aligns the mask with the first key.
+        RuntimeError: the kernel does not support parts, or silently aligns the causal mask with the first key.
     """
     quarter = _TRIED_LENGTH // 4
     _, options = _asked(replace(shape, pattern=replace(shape.pattern, parts=False)))
@@ -140,7 +146,7 @@ def _try_part(kernel: str, shape: AttentionShape) -> None:
 
 
 def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
-    """Return a mask, and keyword arguments for `attention`, that together use every feature in the shape's pattern."""
+    """Return a mask and keyword arguments for `attention` that use every feature in the shape's pattern."""
     pattern, device = shape.pattern, shape.device
     halves = Documents.of([[_TRIED_LENGTH // 2] * 2]).map(lambda tensor: tensor.to(device))
     mask = Mask(_TRIED_LENGTH // 4 if pattern.windows else None, halves if pattern.documents else None)

@@ -1,7 +1,7 @@
-"""Sums a bias gradient in the function that computes dY, the gradient for the linear layer's output.
+"""Sums a bias gradient in the function that computes dY, the linear layer's output gradient.
 
-A bias is added to every token, so its gradient is dY summed over tokens. The function that computes dY still has it in registers or
-in a cache; a later sum in the layer would read it from memory once more.
+A bias gradient is dY summed over tokens. The function that computes dY still has dY in registers or in a cache. A later sum would
+read dY from memory once more.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Dropout decided by hashing each element's key and position, which `engine/tensor_parallel/dropout.py` computes."""
+"""Drops the elements that a hash of each element's key and position selects.
+
+`engine/tensor_parallel/dropout.py` computes keys and positions.
+"""
 
 from typing import Any
 
@@ -17,9 +20,10 @@ def keyed_dropout(
     p: float,
     fusion: Fusion,
 ) -> torch.Tensor:
-    """Zero x's elements with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
+    """Zero x's elements with probability p, scale the rest, and add the residual if given.
 
-    An element is kept if its key and position hash to at least p 2^32, so the mask is the same in every layout.
+    The scale is 1 / (1 - p). An element is kept if its key and position hash to at least p 2^32, so the mask is equal in every
+    layout.
 
     Args:
         x: tensor in any float dtype.
@@ -32,7 +36,7 @@ def keyed_dropout(
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """The dropout y = x f (+ residual), f = keep / (1 - p). It saves f in x's dtype: hashing again costs more than the memory."""
+    """Autograd function for y = x f (+ residual), where f = keep / (1 - p). It saves f in x's dtype."""
 
     @staticmethod
     def forward(
@@ -76,5 +80,8 @@ def _dropped_on(
 
 
 def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Hash each element to [0, 2^32): the upper half of splitmix64's mix of key + (position + 1) x golden ratio constant."""
+    """Hash each element to [0, 2^32).
+
+    The hash is the upper half of splitmix64's mix of key + (position + 1) x golden ratio constant.
+    """
     return shift_right(mix_words_(keys + (positions + 1) * GOLDEN), 32)

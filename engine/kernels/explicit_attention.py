@@ -1,4 +1,7 @@
-"""Attention in plain operators that materialises its probabilities: for dropout on them, and as the other kernels' reference."""
+"""Computes attention in plain operators that materialise the probabilities.
+
+Only these operators support dropout on the probabilities. They are also the other kernels' reference.
+"""
 
 from collections.abc import Callable
 
@@ -27,7 +30,7 @@ def explicit_attention(
     The shapes are q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
     Args:
-        q, k, v: operands; the queries are at the positions in `mask.part`, or, if that is None, at the last s of s_k.
+        q, k, v: operands.
         mask: restriction on the visible keys beyond causality.
         scale, softcap, sinks: same as in `triaxis.engine.kernels.attention.attention`.
         drop: dropout on the probabilities.
@@ -47,7 +50,11 @@ def explicit_attention(
 
 
 def _unseen(mask: Mask, s: int, s_k: int, device: torch.device) -> torch.Tensor:
-    """Build the mask that is True where a key is hidden: bool [s, s_k], or [b, 1, s, s_k] with documents or a part."""
+    """Build the mask that is True where a key is hidden.
+
+    Returns:
+        bool [s, s_k], or [b, 1, s, s_k] with documents or a part.
+    """
     keys = torch.arange(s_k, device=device)
     queries = keys[s_k - s :] if mask.part is None else mask.part.positions.unsqueeze(1)
     unseen = keys > queries.unsqueeze(-1)

@@ -1,8 +1,7 @@
-"""Flash attention on a GPU in bf16 and fp16, with windows, documents and row parts.
+"""Runs flash attention on a GPU in bf16 and fp16, with windows, documents and row parts.
 
-Sinks need a gradient through the log-sum-exp. torch's function (`torch.nn.attention.varlen`) lacks this gradient, so the function's
-operators are called directly. Windows are arguments of the kernel. A dense call takes whole rows; a packed call takes documents of
-any length one after the other, separated by their boundaries.
+The operators of torch's function (`torch.nn.attention.varlen`) are called directly. That function gives no gradient through the
+log-sum-exp, which sinks need. A dense call takes whole rows. A packed call takes documents of any length, one after the other.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from triaxis.engine.numerics.precision import accumulation_dtype
 
 
 def varlen(mask: Mask, scale: float | None, softcap: None) -> "Varlen | VarlenParts":
-    """Build the kernel for a mask over whole rows or over row parts; it cannot cap logits, so `softcap` is always None."""
+    """Build the kernel for whole rows or row parts; `softcap` is always None, since the kernel cannot cap logits."""
     return Varlen(mask, scale) if mask.part is None else VarlenParts(mask, scale)
 
 
@@ -61,7 +60,7 @@ class Varlen:
         return x.transpose(1, 2)
 
     def _bounds(self, s: int) -> "_Bounds":
-        """Return the documents' boundaries for queries and keys, and their longest lengths; (None, (s, s)) without documents."""
+        """Return the document boundaries and longest lengths; (None, (s, s)) without documents."""
         documents = self.mask.documents
         if documents is None:
             return None, (s, s)
@@ -75,8 +74,7 @@ class Varlen:
 class VarlenParts:
     """The kernel for queries that are part of the keys' rows, with one call per stretch of queries.
 
-    The kernel's causal mask is aligned with a document's last query and last key (flash attention from 2.1 on). Each call's keys
-    therefore end where its query stretch ends.
+    The kernel's causal mask is aligned with a document's last query and last key (flash attention from 2.1 on).
     """
 
     mask: Mask
@@ -128,7 +126,7 @@ class VarlenParts:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Tokens [start, stop) in the layout that the kernel reads: [tokens, n, d] in one row, or [b, tokens, n, d] in all rows."""
+    """Tokens [start, stop) as the kernel reads them, [tokens, n, d] in one row or [b, tokens, n, d] in all rows."""
 
     row: int | slice
     run: tuple[int, int]
@@ -210,7 +208,7 @@ def flash_backward(
     longest: tuple[int, int],
     **options: Any,
 ) -> Tensors3:
-    """Call the kernel's backward and compute the gradients for q, k and v; arguments as in `flash_forward`."""
+    """Compute the gradients for q, k and v by the kernel's backward; arguments as in `flash_forward`."""
     is_causal = options["window_size_left"] < 0
     # The random state for dropout, which is off.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)

@@ -1,10 +1,10 @@
-"""The runner for elementwise functions: operator by operator (`eager`), or as few kernels by torch.compile (`compiled`).
+"""Runs elementwise functions operator by operator, or compiled to few kernels.
 
     eager      every operator reads its inputs from memory and writes its output there
-    compiled   intermediate values stay in registers, so there are one or two passes over memory, not one per operator
+    compiled   torch.compile keeps intermediate values in registers, so there are only one or two passes over memory
 
-Fused functions are pure (they may write to their own temporaries) and contain no autograd and no communication. A kernel's forward
-and backward are two separate functions. The compiler sees only these functions, never a model.
+The functions contain no autograd and no communication, and write only to their own temporaries. A kernel's forward and backward are
+two separate functions.
 """
 
 from collections.abc import Callable, Hashable
@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Fusion:
-    """The runner for elementwise functions: calls them operator by operator, or compiled.
+    """The runner for elementwise functions.
 
     Args:
         form: `eager` or `compiled`, as the module's docstring describes them.
@@ -41,15 +41,12 @@ class Fusion:
     def __call__(self, function: Function, *, lengths: Lengths = "fixed", variant: Hashable = None) -> Function:
         """Return `function`, or its compiled form.
 
-        If compiled, each shape has its own kernel by default. That suffices where shapes are few, since microbatches are alike.
-        Sizes that vary from call to call need other `lengths`.
-
         Args:
             function: pure function of tensors, without autograd and communication.
-            lengths: lengths that one kernel accepts: `fixed`, a single shape; `rows`, any first dim, as expert rows need; `all`,
-                any length in every dim.
-            variant: key for a separate compiled copy, such as the shapes. torch compiles one function at most 8 times and checks at
-                each call which compiled form fits. So a function with many shapes should get one copy per shape.
+            lengths: lengths that one compiled kernel accepts: `fixed`, a single shape; `rows`, any first dim, as expert rows need;
+                `all`, any length in every dim.
+            variant: key for a separate compiled copy, such as the shapes. torch compiles one function at most 8 times, so a
+                function with many shapes needs one copy per shape.
         """
         if not self.is_compiled:
             return function
@@ -93,7 +90,7 @@ def _trial(x: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """Copy a function with its own code object, since torch counts and caches compiled forms by code object."""
+    """Copy a function with its own code object, by which torch counts and caches compiled forms."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
@@ -113,7 +110,7 @@ def compiled(function: Callable[..., Any], lengths: Lengths, **options: Any) -> 
 
 
 def _of_any_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach a tensor and mark dim 0 dynamic, so that one compiled kernel takes any number of rows."""
+    """Detach a tensor and mark dim 0 dynamic."""
     tensor = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor

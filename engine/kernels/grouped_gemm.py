@@ -2,10 +2,10 @@
 
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
 
-    loop      a GEMM per expert: any dtype and device, and the reference. The host reads the ends.
-    grouped   one call for all experts, which reads the ends on the device; only for 16- and 32-bit dtypes
+    loop      a GEMM per expert, in any dtype on any device; the host reads the ends
+    grouped   one call for all experts, in 16- and 32-bit dtypes; the device reads the ends
 
-A result's unused rows are uninitialised.
+A result's unused rows are uninitialised. `loop` is the reference.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ class Ends:
     Attributes:
         device: cumulative ends, int32 [experts].
         host: the same ends on the host, or None until they are read.
-        reading: function that returns a context manager for the host's read of `device`; the communication ledger thus records it.
+        reading: function () -> context manager in which the host reads `device`; the communication ledger uses it.
     """
 
     device: torch.Tensor
@@ -36,7 +36,7 @@ class Ends:
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def slices(self) -> Iterator[tuple[int, slice]]:
-        """Yield (expert's index, slice of its rows). If `host` is None, first wait for the device and read the ends."""
+        """Yield (expert's index, slice of its rows). If `host` is None, wait for the device first."""
         if self.host is None:
             with self.reading():
                 self.host = self.device.tolist()
@@ -47,7 +47,7 @@ class Ends:
 
 
 def grouped_product(rows: torch.Tensor, matrices: torch.Tensor, ends: Ends, kernel: ExpertKernel) -> torch.Tensor:
-    """Multiply each expert's rows by its matrix: rows [R, in], matrices [experts, in, out] -> [R, out]."""
+    """Multiply each expert's rows by its matrix. The shapes are rows [R, in], matrices [experts, in, out] -> [R, out]."""
     if kernel == "grouped":
         product: torch.Tensor = F.grouped_mm(rows, matrices, offs=ends.device)
         return product
@@ -67,7 +67,9 @@ def add_grouped_products(
     overwrite: bool,
     weight_grad: WeightGradKernel = "separate",
 ) -> None:
-    """Add dY^T X over each expert's rows to the expert's main grad, or assign it; an expert without rows counts as zeros.
+    """Add dY^T X over each expert's rows to the expert's main grad, or assign it.
+
+    An expert without rows counts as zeros.
 
     Args:
         main_grads: the experts' main grads, [experts, out, in].
@@ -95,7 +97,11 @@ gradient unwritten (PyTorch issue 172439)."""
 
 
 def grouped_gemm_failure(dtype: torch.dtype, device: torch.device) -> str:
-    """Try torch's grouped GEMM on small matrices; return the reason if it fails or differs from the loop, else ""."""
+    """Compare torch's grouped GEMM with the loop on small matrices.
+
+    Returns:
+        The reason if the GEMM fails or differs, else "".
+    """
     ends = Ends(torch.tensor(_TRIED_ENDS, dtype=torch.int32, device=device))
     try:
         grouped, loop = (_tried(dtype, ends, kernel) for kernel in ("grouped", "loop"))

@@ -1,20 +1,16 @@
-"""Causal attention with windows, documents, sinks, row parts or capped logits, built from kernels that lack them.
+"""Computes causal attention with masks and logits that plain kernels lack.
 
-    window      a query sees the last `window` keys, its own among them: keys > query - window
+    window      a query sees the last `window` keys, its own among them
     documents   a query sees only its own document (`engine/data/documents.py`)
     part        the queries are stretches within a row, the keys the whole row (context parallelism)
     sinks       one learned logit per head in the softmax's denominator, with no value (gpt-oss)
-    softcap     logits are capped, softcap tanh(logit / softcap), before the mask (Gemma 2)
+    softcap     softcap tanh(logit / softcap) replaces the logit before the mask (Gemma 2)
 
-No [s, s] mask is built. Each stretch of consecutive queries in a document is computed with that document's keys. A window is
-computed by query blocks, each against the keys that some of its queries see. So memory and FLOPs grow only with the visible keys.
-The kernels, all exact:
+No [s, s] mask is built. Memory and FLOPs grow only with the visible keys. The kernels are exact:
 
-    CpuFlash   torch's kernel for the CPU, any dtype; documents of equal length in one call
-    Blocks     plain operators on any device; forward and backward hold one query block's scores in memory at a time
+    CpuFlash   torch's kernel for the CPU, any dtype
+    Blocks     plain operators on any device; only one query block's scores are in memory at a time
     Varlen     flash attention on a GPU (`engine/kernels/flash_attention.py`)
-
-One autograd function saves q, k, v, the output and its log-sum-exp, as a fused kernel does.
 """
 
 from collections.abc import Iterator
@@ -41,8 +37,7 @@ class Mask:
     Attributes:
         window: number of keys that a query sees, its own included; None for all keys up to its own.
         documents: documents in the keys' rows; None if each row is one document.
-        part: positions of the queries in the keys' rows (context parallelism); None: the rows' last positions, which are all
-            positions in training and the newest one in generation.
+        part: positions of the queries in the keys' rows (context parallelism); None for the rows' last positions.
     """
 
     window: int | None = None
@@ -55,10 +50,13 @@ WHOLE = Mask()
 
 
 class Kernel(Protocol):
-    """Attention without sinks: q [b, n, s, d], k, v [b, n_kv, s_k, d]. `Blocks` also takes v [.., d_v], with output [.., d_v]."""
+    """Attention without sinks.
+
+    The shapes are q [b, n, s, d], k, v [b, n_kv, s_k, d]. `Blocks` also takes v [.., d_v], with output [.., d_v].
+    """
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the output [b, n, s, d] and its log-sum-exp [b, n, s], the latter in the accumulation dtype."""
+        """Compute the output [b, n, s, d] and its log-sum-exp [b, n, s] in the accumulation dtype."""
         ...
 
     def backward(
@@ -72,8 +70,7 @@ class Kernel(Protocol):
     ) -> Tensors3:
         """Compute the gradients for q, k and v; those for k and v may be in the accumulation dtype.
 
-        With sinks, the `lse` given here is larger than the one from `forward`, and `out` is smaller by the factor exp(forward's lse
-        - lse).
+        With sinks, `out` and `lse` are results of `attend`, not of `forward`.
         """
         ...
 
@@ -81,7 +78,10 @@ class Kernel(Protocol):
 def masked_attention(
     kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute attention with autograd: q [b, n, s, d], k, v [b, n_kv, s_k, d], sinks [n] or None -> [b, n, s, d]."""
+    """Compute attention with autograd.
+
+    The shapes are q [b, n, s, d], k, v [b, n_kv, s_k, d], sinks [n] or None -> [b, n, s, d].
+    """
     return _Attention.apply(q, k, v, sinks, kernel)
 
 
@@ -90,9 +90,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output and its log-sum-exp, both with sinks, outside autograd.
 
-    A sink adds exp(sink) to each row's sum: lse' = log(exp(lse) + exp(sink)), out' = out exp(lse - lse'). A sink's value is zero,
-    so the kernel's backward is correct when given out' and lse'. The backward computes P' = exp(scores - lse') and D' = rowsum(dO
-    out').
+    A sink adds exp(sink) to each row's sum: lse' = log(exp(lse) + exp(sink)), out' = out exp(lse - lse'). A sink's value is zero.
+    The kernel's backward is therefore correct when given out' and lse'.
     """
     out, lse = kernel.forward(q, k, v)
     if sinks is None:
@@ -104,7 +103,7 @@ def attend(
 def grad_of_sinks(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Compute the sinks' gradient [n], -sum_rows P D', where P = exp(sink - lse') is a sink's probability."""
+    """Compute the sinks' gradient [n] = -sum_rows P rowsum(dO out'), where P = exp(sink - lse')."""
     if sinks is None:
         return None
     share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()
@@ -134,13 +133,13 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Equally long token ranges: one from each (row, start) in `starts`, or from the same start in every row if it is an int."""
+    """Equally long token ranges. `starts` holds each range's (row, start); an int is one start for every row."""
 
     starts: tuple[tuple[int, int], ...] | int
     length: int
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """Select each range's tokens: x [b, n, s, ..] -> [ranges, n, length, ..]; a view if possible, else a copy."""
+        """Select each range's tokens from x [b, n, s, ..], as [ranges, n, length, ..]; a view if possible."""
         if isinstance(self.starts, int):
             return x[:, :, self.starts : self.starts + self.length]
         parts = [x[row, :, start : start + self.length] for row, start in self.starts]
@@ -171,7 +170,7 @@ class _Places:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Consecutive queries in a document, batched with equally long ones at the same position in other documents.
+    """Consecutive queries in a document, batched with equal stretches in other documents.
 
     Attributes:
         queries: query ranges.
@@ -185,7 +184,7 @@ class _Stretch:
 
 
 def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch]:
-    """Yield all queries' stretches; ranges with equal length and position in their documents share one."""
+    """Yield all queries' stretches. Ranges with equal length and position in their documents share a stretch."""
     if mask.documents is None:
         # Without documents, all rows have the same runs, so one stretch serves the batch.
         runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
@@ -245,7 +244,7 @@ class _Piece:
 
 
 def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
-    """Yield an attention's pieces with at most `block` queries each; if `block` is None, cut stretches only for a window."""
+    """Yield pieces with at most `block` queries each. If `block` is None, only a window cuts a stretch."""
     for stretch in _stretches(mask, num_queries, num_keys):
         window = mask.window if mask.window is not None and mask.window < stretch.keys.length else None
         length = stretch.queries.length
@@ -332,9 +331,8 @@ class _ByPieces:
 class CpuFlash(_ByPieces):
     """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
 
-    Its causal mask is aligned with the first key, so queries that begin later in their document need two calls. One call, without a
-    mask, covers the keys before the first query; the other, with the mask, covers the remaining keys. The log-sum-exps weight the
-    two outputs.
+    The kernel's causal mask is aligned with the first key, so queries that begin later in their document need two calls. The
+    log-sum-exps weight the two outputs.
     """
 
     def part(
@@ -392,7 +390,10 @@ class CpuFlash(_ByPieces):
 
 
 class Blocks(_ByPieces):
-    """The formula in plain operators, per block of queries; the backward recomputes each block's probabilities (2205.14135)."""
+    """The formula in plain operators, one block of queries at a time (2205.14135).
+
+    The backward recomputes each block's probabilities.
+    """
 
     block = BLOCK
 
@@ -438,7 +439,7 @@ class Blocks(_ByPieces):
 
     @staticmethod
     def _by_group(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Reshape x [m, n, s, ..] to [m, n_kv, group s, ..]: queries that share a key/value head form one matrix."""
+        """Reshape x [m, n, s, ..] to [m, n_kv, group s, ..], one matrix per key/value head."""
         m, n, s = x.shape[:3]
         return x.reshape(m, k.shape[1], n // k.shape[1] * s, *x.shape[3:])
 

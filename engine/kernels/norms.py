@@ -1,12 +1,11 @@
 """Norms over the last dim, alone or of a sum: computed in the accumulation dtype, returned in the input's dtype.
 
     alone      n = norm(x)
-    of a sum   y = x + f branch, n = norm(y)      f: a factor; branch: an addition to the residual stream x
-    backward   dx = dy + (the norm's gradient of y for dn), d branch = f dx
+    of a sum   y = x + f branch, n = norm(y), where the factor f scales an addition to the residual stream x
+    backward   dx = dy + (the norm's gradient for y from dn), d branch = f dx
 
-Both forms save x (or y) and the norm's statistics, and have an explicit backward. Autograd would also save copies in the
-accumulation dtype and products that are cheap to recompute. If a sum and its norm are compiled together, forward and backward are
-one pass over memory each. If they are separate, the norm reads y once more, and autograd adds y's two gradients in another pass.
+Each form saves x (or y) and the norm's statistics, and has an explicit backward. Compiled together, a sum and its norm take one
+pass over memory in each direction.
 
 In eager mode, LayerNorm uses torch's own kernels everywhere, RMSNorm only on a GPU.
 """
@@ -88,7 +87,10 @@ def add_and_norm(
     eps: float,
     *weights: torch.Tensor,
 ) -> Tensors:
-    """Compute y = x + factor branch, its norm and the norm's statistics; x, branch [.., h]. `Fusion` can compile it."""
+    """Compute y = x + factor branch, its norm and the norm's statistics.
+
+    x and branch are [.., h]. `Fusion` can compile this function.
+    """
     y = torch.add(x, branch, alpha=factor)
     return y, *forward(y, eps, *weights)
 
@@ -104,7 +106,7 @@ def add_and_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, *Tensors]:
     """Compute the gradients for x, the branch (None if equal to x's) and each weight.
 
-    `Fusion` can compile this function. In eager mode it adds `grad_y` in place to the tensor that the norm's backward returned.
+    `Fusion` can compile this function.
 
     Args:
         grad_y, grad: gradients for y and for the norm's output.
@@ -115,7 +117,7 @@ def add_and_norm_backward(
 
 
 def _layer_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor) -> Tensors:
-    """Compute y = n w + b (1607.06450) with n = (x - mean) r, r = 1 / sqrt(variance + eps); also return mean and r."""
+    """Compute y = n w + b (1607.06450), and return y, the mean and r. n = (x - mean) r and r = 1 / sqrt(variance + eps)."""
     wide = accumulate(x)
     mean = wide.mean(-1, keepdim=True)
     centred = wide - mean
@@ -162,7 +164,7 @@ def _gains(weight: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, offset: int = 0) -> Tensors:
-    """Compute y = n g (1910.07467) with n = x r, r = 1 / sqrt(mean(x^2) + eps), gains g = offset + w; also return r."""
+    """Compute y = n g (1910.07467), and return y and r. n = x r, r = 1 / sqrt(mean(x^2) + eps), and gains g = offset + w."""
     wide = accumulate(x)
     r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * r).mul_(_gains(weight, offset)).to(x.dtype), r
@@ -176,10 +178,7 @@ def _rms_norm_back(
     r: torch.Tensor,
     offset: int = 0,
 ) -> Tensors:
-    """Compute dx = r (dy g - n mean(dy g n)), dw = sum_tokens dy n.
-
-    The mean is a reduction over rows, as in the forward, so compiled code reads x and dy only once.
-    """
+    """Compute dx = r (dy g - n mean(dy g n)), dw = sum_tokens dy n."""
     n = accumulate(x) * r
     wide = accumulate(grad)
     scaled = wide * _gains(weight, offset)
@@ -195,7 +194,7 @@ def _rms_norm_back_in_place(
     r: torch.Tensor,
     offset: int = 0,
 ) -> Tensors:
-    """Compute `_rms_norm_back` in few eager passes; the product n dy serves both sums."""
+    """Compute `_rms_norm_back` in few eager passes."""
     gains = _gains(weight, offset)
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)
@@ -223,9 +222,9 @@ def _rms_norm_back_of_device(
 
 
 def _rms_norm_1p(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
-    """Compute RMSNorm with gains 1 + weight; a weight near 0 keeps a small update's low bits.
+    """Compute RMSNorm with gains 1 + weight, as in Gemma (transformers' `Gemma2RMSNorm`).
 
-    The sum and the product are in the accumulation dtype and rounded once, as in Gemma (transformers' `Gemma2RMSNorm`).
+    The sum and the product are in the accumulation dtype and rounded once.
     """
     return _rms_norm(x, eps, weight, offset=1)
 

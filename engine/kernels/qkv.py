@@ -1,10 +1,9 @@
 """Splits one projection into queries, keys and values, rotated for attention; the backward joins their gradients.
 
-    forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; RoPE on q and k if there is any
-    backward   rotate the gradients back and concatenate them; for a bias, sum them over tokens
+    forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; RoPE rotates q and k
+    backward   rotates the gradients back and concatenates them
 
-In eager mode the rotations of q and k, the concatenation and the sum are separate passes over memory. If compiled, the forward is
-one kernel, and so is the backward.
+Compiled, the forward is one kernel, and so is the backward. In eager mode each operation is a pass over memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ class SplitQkv:
     Args:
         heads: numbers of query heads and of key/value heads on this rank.
         head_dim: head size d.
-        fusion: runner for the split and the join.
-        add_total: function that the backward calls with x's gradient summed over tokens, which is the bias gradient.
+        fusion: runs the rotation and the backward, eagerly or compiled.
+        add_total: function (bias gradient), called in the backward; the bias gradient is x's gradient summed over tokens. None if
+            no sum is wanted.
     """
 
     def __init__(self, heads: tuple[int, int], head_dim: int, fusion: Fusion, add_total: AddTotal = None) -> None:
@@ -39,12 +39,13 @@ class SplitQkv:
         self.add_total = add_total
 
     def __call__(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split x [s, b, (heads + 2 kv_heads) d]; each token has all its queries first, then its keys, then its values.
+        """Split x [s, b, (heads + 2 kv_heads) d] into queries, keys and values.
+
+        Each token has all its queries first, then its keys, then its values.
 
         Args:
             x: the projection's output.
-            tables: result of `rope_tables`, which rotates queries and keys; None: nothing is rotated, and the results are views of
-                x.
+            tables: result of `rope_tables`, which rotates queries and keys; None: the results are unrotated views into x.
 
         Returns:
             q [s, b, heads, d], k and v [s, b, kv_heads, d].
@@ -53,7 +54,7 @@ class SplitQkv:
 
 
 class _SplitQkv(torch.autograd.Function):
-    """The split, with the join as its backward; it saves only the tables, which all layers share."""
+    """Autograd function for the split, with the join as its backward. It saves only the tables."""
 
     @staticmethod
     def forward(
@@ -86,7 +87,10 @@ def _rotated(q: torch.Tensor, k: torch.Tensor, tables: torch.Tensor) -> Sequence
 def _joined(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Concatenate gradients [s, b, .., d] to [s, b, (heads + 2 kv_heads) d]; tables, if given, rotate those for q and k back."""
+    """Concatenate gradients [s, b, .., d] to [s, b, (heads + 2 kv_heads) d].
+
+    If tables are given, the gradients for q and k are rotated back first.
+    """
     if tables is not None:
         grad_q, grad_k = rope_backward(grad_q, tables), rope_backward(grad_k, tables)
     return torch.cat((grad_q, grad_k, grad_v), dim=2).flatten(2)
@@ -95,7 +99,7 @@ def _joined(
 def _joined_in_place(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `_joined` in eager mode, rotating q and k together and in place."""
+    """Compute `_joined` for eager mode, rotating in place."""
     whole = torch.cat((grad_q, grad_k, grad_v), dim=2)
     if tables is not None:
         # With partial RoPE the tables are narrower than a head, and the elements after them are not rotated.
@@ -104,6 +108,6 @@ def _joined_in_place(
 
 
 def _and_total(joined: Callable[..., torch.Tensor], *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join the gradients for q, k and v to the one for x; return it, and its sum over tokens."""
+    """Join the gradients for q, k and v; return the result and its sum over tokens."""
     grad = joined(*grads)
     return grad, total_of(grad)

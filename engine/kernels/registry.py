@@ -1,4 +1,4 @@
-"""Chooses a run's kernels: resolves each `auto` for the device, and tries every choice before anything is built.
+"""Chooses a run's kernels, and tries every choice before anything is built.
 
     kernels.      operation                                     choices                                   reference, in float64
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, varlen,
@@ -11,12 +11,11 @@
     dispatch      tokens to experts and back                    all_gather, all_to_all                    all_gather
     (decoding)    attention from one query to the cached keys   flash, math, sdpa, blocks, explicit       explicit
 
-Decoding has no setting: its key length changes with every token, and cuDNN would build a plan for each length. The kernels are
-chosen in these steps:
+Decoding has no setting. The kernels are chosen in these steps:
 
-    resolve      configuration and device facts -> choices; a pure function
-    try_out      runs each choice once; a named choice that fails is an error; `auto` falls back to the next in `ORDER`, with a note
-    agree        gives all ranks the slowest of the ranks' choices
+    resolve            replaces each `auto` with a choice for the device, without a trial
+    try_out            runs each choice once; if a choice fails, `auto` falls back to the next in `ORDER`
+    agree_on_choices   gives all ranks the slowest of the ranks' choices
 """
 
 import sys
@@ -119,7 +118,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Each kernel's name, never `auto`; `experts` and `dispatch` are None in a model without experts."""
+    """Each kernel's name, never `auto`. `experts` and `dispatch` are None in a model without experts."""
 
     attention: str
     decoding: str
@@ -161,7 +160,7 @@ class Kernels:
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
-    """Replace each `auto` with the fastest choice that should run on a device with these facts; nothing is tried yet."""
+    """Replace each `auto` with the fastest choice that should run on a device, without trying it."""
     fastest = asdict(_fastest(facts))
     asked = config.model_dump()
     taken = {
@@ -233,7 +232,10 @@ class Trials:
 
 
 def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: AttentionShape | None = None) -> Trials:
-    """Build trials that run the kernels on small tensors; `decoding` is a single query's attention shape; None: `shape`."""
+    """Build trials that run the kernels on small tensors.
+
+    `decoding` is a single query's attention shape; None means `shape`.
+    """
     device = shape.device
     of_compiler = cache(lambda: compiler_failure(device))
 
@@ -269,7 +271,7 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
 
 
 def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Choices, list[str]]:
-    """Try each choice; replace a failing choice that came from `auto` with the next in `ORDER`, until one runs.
+    """Try each choice, and replace those from `auto` that fail with the next in `ORDER` that runs.
 
     Returns:
         The choices that run, and a line for each choice that did not.
@@ -301,13 +303,13 @@ def agree_on_choices(
     try_from: Callable[[Choices], tuple[Choices, list[str]]],
     gather_text: Callable[[str], list[str]],
 ) -> tuple[Choices, list[str]]:
-    """Find choices that run on every rank, because one slow rank slows down all, and bits should not differ by rank.
+    """Find choices that run on every rank.
 
     Args:
         choices: this rank's choices.
         notes: lines about choices that did not run on this rank.
-        try_from: function that tries the given, slower choices on this rank, and returns what `try_out` returns.
-        gather_text: collective that gathers every rank's text, in rank order.
+        try_from: function (slower choices) -> `try_out`'s result for these choices on this rank.
+        gather_text: collective (text) -> every rank's text, in rank order.
 
     Returns:
         The choices, and a line for each choice that some rank lacks; both are equal on every rank.
@@ -340,7 +342,7 @@ def _gather_choices(choices: Choices, gather_text: Callable[[str], list[str]]) -
 
 
 def slowest(all_choices: Sequence[Choices]) -> Choices:
-    """Take the slowest choice for each kernel, by `ORDER`. Kernels that the configuration names are equal on all ranks."""
+    """Take the slowest choice for each kernel, by `ORDER`."""
     found = all_choices[0]
     for each in fields(Choices):
         names = [getattr(choices, each.name) for choices in all_choices]
@@ -350,7 +352,7 @@ def slowest(all_choices: Sequence[Choices]) -> Choices:
 
 
 def attention_shape(config: Config, topology: Topology) -> AttentionShape:
-    """Compute this rank's attention shape; when cp ranks exchange tokens for heads, each has 1 / cp of the heads."""
+    """Compute this rank's attention shape. When cp ranks exchange tokens for heads, each rank has 1 / cp of the heads."""
     model = config.model
     ranks_of_heads = 1 if gathers_keys(config) else topology.sizes.cp
     return AttentionShape(
@@ -365,7 +367,7 @@ def attention_shape(config: Config, topology: Topology) -> AttentionShape:
 
 
 def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
-    """Compute one query's attention shape in decoding; in MLA the query reads latents, which all heads share."""
+    """Compute one query's attention shape in decoding. In MLA the query reads latents that all heads share."""
     shape, mla = attention_shape(config, topology), config.model.mla
     if mla is None:
         return shape
@@ -373,14 +375,15 @@ def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
 
 
 def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) -> Kernels:
-    """Resolve and try a run's kernels. The call is collective on GPUs if the configuration has an `auto`.
+    """Resolve and try a run's kernels.
 
-    Rank 0 prints on stderr which of `auto`'s choices did not run.
+    The call is collective on GPUs if the configuration has an `auto`. Rank 0 prints on stderr which of `auto`'s choices did not
+    run.
 
     Args:
         config: the run's configuration.
         topology: the run's ranks and device.
-        is_alone: whether this process runs without the other ranks (`launch/footprint/real.py`) and so decides alone.
+        is_alone: whether this process runs without the other ranks, and so decides alone.
 
     Raises:
         ConfigError: kernels that the configuration names do not run here; the error lists all of them.
@@ -413,7 +416,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
 
 
 def describe(kernels: Kernels, shape: AttentionShape) -> str:
-    """Describe a training step's choices in one line, with the kernel that torch chooses for `sdpa`; omit `linear: torch`."""
+    """Describe a training step's choices in one line, with torch's choice for `sdpa`; omit `linear: torch`."""
     attention = kernels.choices.attention
     if attention == "sdpa":
         attention = f"sdpa ({chosen(shape)})"

@@ -1,7 +1,7 @@
 """RoPE: the rotation of queries and keys, its frequencies, and their changes for longer contexts.
 
-Formulas and defaults follow transformers' modeling_rope_utils.py; the functions below cite the papers. d is the number of rotated
-elements per head; pair i turns by base ** (-2 i / d) radians per position.
+Formulas and defaults follow transformers' modeling_rope_utils.py. Pair i turns by base ** (-2 i / d) radians per position, where d
+is the number of rotated elements per head.
 """
 
 import math
@@ -27,8 +27,8 @@ def rope_tables(position_ids: torch.Tensor, frequencies: torch.Tensor, factor: f
         factor: multiplier for cosines and sines.
 
     Returns:
-        [2, s, b, 1, r] in the frequencies' dtype: cosines, then sines; dims i and i + r/2 have equal angles ("rotate half").
-        The first half's sines are negated, since they multiply the swapped second half.
+        Cosines, then sines, as [2, s, b, 1, r] in the frequencies' dtype. Dims i and i + r/2 have equal angles ("rotate half"). The
+        first half's sines are negated.
     """
     angles = position_ids.t().to(frequencies.dtype).unsqueeze(-1) * frequencies
     # cos(-a) = cos(a) and sin(-a) = -sin(a), so one concatenation gives both tables.
@@ -43,7 +43,7 @@ def apply_rope(x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.T
 
 
 class _Rope(torch.autograd.Function):
-    """The rotation y = x cos + swap(x) sin; swap exchanges a head's halves. It saves only the tables, which all layers share."""
+    """Autograd function for `rope`, which saves only the tables."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
@@ -58,7 +58,10 @@ class _Rope(torch.autograd.Function):
 
 
 def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Compute y = x cos + swap(x) sin, with x and tables as in `apply_rope`; `Fusion` can compile it."""
+    """Compute y = x cos + swap(x) sin, where swap exchanges a head's halves.
+
+    Shapes are as in `apply_rope`. `Fusion` can compile this function.
+    """
     if x.shape[-1] != tables.shape[-1]:
         return _on_first(rope, x, tables)
     wide, (cos, sin) = accumulate(x), tables.unbind()
@@ -66,7 +69,7 @@ def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Rotate the gradient back: compute dx = dy cos + swap(dy sin)."""
+    """Compute the gradient dx = dy cos + swap(dy sin)."""
     if grad.shape[-1] != tables.shape[-1]:
         return _on_first(rope_backward, grad, tables)
     wide, (cos, sin) = accumulate(grad), tables.unbind()
@@ -74,9 +77,9 @@ def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
-    """Compute dx = dy cos - swap(dy) sin in place, where dy [s, b, heads, r] holds only the rotated elements.
+    """Compute `rope_backward` in place, where dy [s, b, heads, r] holds only the rotated elements.
 
-    The result equals that of `rope_backward`, since the sines' halves are -s and s. The computation needs one temporary less.
+    The formula dx = dy cos - swap(dy) sin is equal, since the sines' halves are -s and s, and needs one temporary less.
     """
     wide, (cos, sin) = accumulate(grad), tables.unbind()
     swapped = _swap(wide).mul_(sin)
@@ -88,7 +91,7 @@ def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
 def _on_first(
     rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, tables: torch.Tensor
 ) -> torch.Tensor:
-    """Apply `rotate` to each head's first r elements and leave the others unchanged; the tables' last dim is r."""
+    """Apply `rotate` to each head's first r elements, where r is the tables' last dim."""
     first, others = x.tensor_split((tables.shape[-1],), dim=-1)
     return torch.cat((rotate(first, tables), others), dim=-1)
 
@@ -143,7 +146,7 @@ def _yarn(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> to
     """Keep high frequencies, divide low ones by `factor`, and blend in between (YaRN, 2309.00071, section 3.2)."""
 
     def dim_with(turns: float) -> float:
-        """Compute the unrounded index of the pair that makes `turns` full turns over the original context."""
+        """Compute the fractional index of the pair that makes `turns` full turns in the original context."""
         original = _given(scaling.original_max_position_embeddings)
         return rotary.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
 
@@ -160,7 +163,7 @@ def _yarn(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> to
 def _longrope(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
     """Divide each pair's frequency by its factor in `long_factor` if `rotary.is_long`, else in `short_factor`.
 
-    A search chose both lists (LongRoPE, 2402.13753).
+    LongRoPE (2402.13753).
     """
     divisors = scaling.long_factor if rotary.is_long else scaling.short_factor
     return frequencies / torch.tensor(_given(divisors), dtype=frequencies.dtype).to(frequencies.device)

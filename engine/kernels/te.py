@@ -5,15 +5,13 @@
     gradient of the weight  dW (+)= dY^T X         layout NT, A = X [n, in],   B = dY [n, out], out = main grad
 
 cuBLAS is column-major, so its first operand A is the right factor of the row-major product. The layout's first letter refers to A:
-T contracts it along dim 1, N along dim 0. Operands and `out` are contiguous. The third GEMM adds to the main grad in the main
-grad's dtype (fp32 in a bf16 run). Its epilogue sums dY over tokens, which gives the bias gradient. The other two GEMMs' epilogues
-compute GELU and its derivative.
+T contracts A along dim 1, N along dim 0. Operands and `out` are contiguous. The third GEMM adds to the main grad in the main grad's
+dtype.
 
 With FP8 operands every GEMM is Y = P Q^T on two quantised matrices (`engine/kernels/fp8`), in layout TN with A = Q, B = P.
-`te_storage.py` wraps the matrices in TE's classes.
 
-Linear layers call only this function. TE's modules would start collectives of their own, which the communication ledger
-(`engine/comm/ledger.py`) would neither record nor order.
+Linear layers call only this function. TE's modules would start collectives that the communication ledger (`engine/comm/ledger.py`)
+cannot record.
 """
 
 import inspect
@@ -39,7 +37,7 @@ class OtherVersionError(ImportError):
 
 
 class GeneralGemm(Protocol):
-    """The `transformer_engine.pytorch.cpp_extensions.general_gemm` signature, with only the arguments used here."""
+    """The arguments of `transformer_engine.pytorch.cpp_extensions.general_gemm` that are used here."""
 
     def __call__(
         self,
@@ -86,7 +84,10 @@ class TransformerEngine:
     def forward_gelu(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute inner = X W^T + bias and its tanh GELU, both [n, out]; x [n, in], weight [out, in], bias [out]."""
+        """Compute inner = X W^T + bias and its tanh GELU, both [n, out].
+
+        The shapes are x [n, in], weight [out, in], bias [out].
+        """
         activated, _, inner, *_ = self.general_gemm(weight, x, layout="TN", out_dtype=x.dtype, bias=bias, gelu=True)
         assert activated is not None and inner is not None, "general_gemm returns the input of GELU"
         return inner, activated
@@ -106,7 +107,9 @@ class TransformerEngine:
         overwrite: bool,
         with_total: bool,
     ) -> torch.Tensor | None:
-        """Compute main_grad [out, in] += dY^T X (`overwrite`: = instead of +=); grad is dY [n, out], x is X [n, in].
+        """Add dY^T X to main_grad [out, in], or assign it if `overwrite`.
+
+        `grad` is dY [n, out], `x` is X [n, in].
 
         Returns:
             dY summed over tokens, [out] in the main grad's dtype, if `with_total`; else None.
@@ -119,14 +122,14 @@ class TransformerEngine:
     def fp8_product(
         self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, *, is_tensorwise: bool
     ) -> torch.Tensor:
-        """Compute a b^T + bias [m, n] in `dtype`; a [m, k] and b [n, k] have one scale or block scales, bias [n]."""
+        """Compute a b^T + bias [m, n] in `dtype`. a [m, k] and b [n, k] have one scale or block scales; bias is [n]."""
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=True))
 
     def add_fp8_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, *, overwrite: bool, is_tensorwise: bool
     ) -> None:
-        """Compute total [m, n] += a b^T (`overwrite`: = instead of +=), accumulated in `total`'s dtype."""
+        """Add a b^T to total [m, n], or assign it if `overwrite`; sums are in `total`'s dtype."""
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         self.general_gemm(
             *operands, out_dtype=total.dtype, out=total, accumulate=not overwrite, use_split_accumulator=True
@@ -143,7 +146,7 @@ def open_te() -> TransformerEngine:
     """Import Transformer Engine and check that its `general_gemm` takes the arguments passed here.
 
     Raises:
-        ImportError: Transformer Engine is not installed, cannot be imported, or takes other arguments; the message states which.
+        ImportError: Transformer Engine is not installed, cannot be imported, or takes other arguments.
     """
     try:
         function = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
@@ -163,7 +166,11 @@ def open_te() -> TransformerEngine:
 
 
 def te_failure(run: Callable[[TransformerEngine], object]) -> str:
-    """Open Transformer Engine and call `run` with it; return the reason if either fails, else ""."""
+    """Open Transformer Engine and call `run` with it.
+
+    Returns:
+        The reason if either step fails, else "".
+    """
     try:
         run(open_te())
     except Exception as error:  # errors of a foreign library have any type
@@ -172,7 +179,11 @@ def te_failure(run: Callable[[TransformerEngine], object]) -> str:
 
 
 def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device) -> str:
-    """Try a layer's three GEMMs on small matrices; return the reason if one does not run or is wrong, else ""."""
+    """Try a layer's three GEMMs on small matrices.
+
+    Returns:
+        The reason if a GEMM does not run or is wrong, else "".
+    """
 
     def run(te: TransformerEngine) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -1,8 +1,7 @@
-"""Attention by Transformer Engine's DotProductAttention, which chooses FlashAttention or cuDNN for the shape.
+"""Computes attention by Transformer Engine's DotProductAttention, which chooses FlashAttention or cuDNN.
 
-It reads and writes [s, b, heads, d], the layout in which queries, keys and values are projected. TE gets no process groups. With
-context parallelism, ranks exchange tokens for heads before they call TE; the configuration refuses other forms of context
-parallelism.
+TE reads and writes [s, b, heads, d], the layout of the projections. TE gets no process groups. With context
+parallelism, ranks exchange tokens for heads before they call TE.
 """
 
 from typing import Any
@@ -58,7 +57,11 @@ class TeAttention:
 def te_attention_failure(
     heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Compare TE's attention, forward and backward, with torch's; return the reason if it fails or differs, else ""."""
+    """Compare TE's attention, forward and backward, with torch's.
+
+    Returns:
+        The reason if TE's attention fails or differs, else "".
+    """
     length, samples = TRIED
 
     def run(te: TransformerEngine) -> None:

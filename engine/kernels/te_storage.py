@@ -1,4 +1,4 @@
-"""Wraps FP8 matrices in the storage classes that Transformer Engine's GEMM reads, for one scale and for block scales.
+"""Wraps FP8 matrices in the storage classes that Transformer Engine's GEMM reads.
 
     blocks       storage                           scales for a matrix [rows, columns], contiguous
     whole        `Float8TensorStorage`             fp32 [1]
@@ -6,8 +6,7 @@
     128 x 128    `Float8BlockwiseQTensorStorage`   fp32 [rows / 128, columns / 128], padded to a multiple of 4 columns
     1 x 32       `MXFP8TensorStorage`              exponents (e8m0) as bytes [rows, columns / 32], padded to multiples of 128 and 4
 
-The shapes follow `get_scale_shape` in TE's quantisers for these storages. TE itself arranges MXFP8 scales in cuBLASLt's tiles. A
-storage holds only the matrix's rowwise data, which the GEMM's layout TN reads.
+The shapes follow `get_scale_shape` in TE's quantisers. A storage holds only the matrix's rowwise data.
 """
 
 import inspect
@@ -44,7 +43,7 @@ class Storages:
     dtypes: Mapping[torch.dtype, Any]
 
     def stored(self, matrix: Quantised, *, is_tensorwise: bool) -> Any:
-        """Wrap a matrix with contiguous rows in TE's storage for its block size, without copying the values."""
+        """Wrap a matrix with contiguous rows in TE's storage, without copying the values."""
         values = matrix.values
         assert values.is_contiguous(), "TE reads bytes row by row, whatever the strides say"
         form, data = {"fp8_dtype": self.dtypes[values.dtype]}, values.view(torch.uint8)

@@ -1,9 +1,9 @@
 """Adds a weight's gradient to its main grad: dW += dY^T X.
 
-    separate   a GEMM in the run's dtype into a new tensor, then an addition to the main grad in a pass of its own
-    fused      a GEMM that adds to the main grad in the accumulation dtype (cuBLAS: 16-bit inputs, 32-bit output)
+    separate   a GEMM in the run's dtype into a new tensor, which a second pass adds to the main grad
+    fused      a GEMM that adds to the main grad in the accumulation dtype (cuBLAS, 16-bit inputs, 32-bit output)
 
-If the main grad has the run's dtype, the two ways do the same: one GEMM that adds to the main grad.
+If the main grad has the run's dtype, both do the same GEMM.
 """
 
 from typing import Literal
@@ -29,7 +29,7 @@ def add_matmul(
     overwrite: bool,
     kernel: WeightGradKernel = "separate",
 ) -> None:
-    """Compute main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: = instead of +=)."""
+    """Add grad^T [rows, tokens] inputs [tokens, in] to main_grad [rows, in], or assign it if `overwrite`."""
     beta = 0 if overwrite else 1
     if main_grad.dtype == grad.dtype:
         main_grad.addmm_(grad.t(), inputs, beta=beta)

@@ -1,17 +1,15 @@
-"""A linear layer's GEMMs with FP8 operands (`products.py` defines the three products).
+"""Computes a linear layer's GEMMs with FP8 operands (`products.py` defines the three products).
 
-If a tensor has one FP8 scale, the scale follows from the tensor's largest absolute value over all ranks that hold a part of it.
-These are the cp ranks, which hold other tokens, and the tp ranks if the tensor is cut. Data-parallel ranks hold other microbatches,
-with scales of their own. A microbatch's scales are therefore the same in every layout. A small all-reduce before the GEMM computes
-this maximum: once for X (a replayed layer reuses it), once for dY, and once a step for the weight. Block scales need no all-reduce,
-because no block is cut.
+With one FP8 scale per tensor, the scale follows from the largest absolute value over all ranks that hold a part of the tensor.
+These are the cp ranks, and the tp ranks if the tensor is cut. A microbatch's scales are therefore the same in every layout. A small
+all-reduce computes the maximum: once for X, once for dY, and once a step for the weight. Block scales need no all-reduce, because
+no block is cut.
 
-With one scale per tensor, the forward and the weight gradient read the same FP8 values of X. If nothing else saves X, the layer
-saves these values, 1 byte each. With block scales, X and X^T are rounded differently, so X is saved in the run's dtype.
+With one scale per tensor, the layer saves X as FP8 values, 1 byte each, if nothing else saves X. With block scales, X is saved in
+the run's dtype, because X and X^T are rounded differently.
 
-Once the scale is known, rounding commutes with a gather. So with `precision.fp8.gather: fp8`, sequence parallelism rounds first and
-gathers bytes: X in column-parallel layers, dY in row-parallel ones. The price is that the maximum of these tensors must be reduced
-over tp as well.
+With `precision.fp8.gather: fp8`, sequence parallelism rounds X (column-parallel) or dY (row-parallel) before the gather. The
+maximum must then be reduced over tp as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,12 +43,12 @@ class Fp8Form(LinearForm):
         fp8: recipe and backend.
         tp: the tp axis.
         cp: the cp axis.
-        once: function that keeps a result from the forward for the layer's replay (`SavedTensors.once`).
-        makes_again: test whether the current layer recomputes the named part in the backward (`SavedTensors.makes_again`).
+        once: function (compute) -> compute's result, kept from the forward for the layer's replay (`SavedTensors.once`).
+        makes_again: function (part) -> whether the current layer recomputes the part in the backward (`SavedTensors.makes_again`).
         sends: whether sequence parallelism gathers FP8 bytes (`precision.fp8.gather`).
-        counts: counters for the values that FP8 loses (`fp8_shares.py`); None: nothing is counted.
-        alone_without: parts (`recompute.modules`) that also save the layer's input if they are recomputed; if none is, only this
-            layer saves it. None: another layer always saves it too.
+        counts: counters for the values that FP8 loses (`fp8_shares.py`), or None.
+        alone_without: parts (`recompute.modules`) that also save the layer's input if they are recomputed; None: another layer
+            always saves the input too.
     """
 
     fp8: Fp8
@@ -87,7 +85,7 @@ _NONE_YET = object()
 class Fp8Gemms(LinearGemms):
     """One layer's GEMMs with FP8 operands.
 
-    The weights' FP8 copies, W [out, in] for the forward and W^T [in, out] for dX, are computed once after each weight change.
+    The weights' FP8 copies W [out, in] and W^T [in, out] are computed once after each weight change.
     """
 
     def __init__(self, parts: LinearParts, form: Fp8Form) -> None:
@@ -199,7 +197,7 @@ class Fp8Gemms(LinearGemms):
         return self.form.sends and region.gathers
 
     def _is_stored(self) -> bool:
-        """Test whether the layer saves X in FP8: X has one scale, and nothing else saves it."""
+        """Test whether X has one scale and nothing else saves X, so that the layer saves X in FP8."""
         parts = self.form.alone_without
         is_alone = parts is not None and not any(map(self.form.makes_again, parts))
         return is_alone and self.form.fp8.recipe.is_tensorwise
@@ -208,7 +206,7 @@ class Fp8Gemms(LinearGemms):
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
 
     def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
-        """Return part of dY as a GEMM operand: quantise it if it is in the run's dtype, or view it if it is FP8 bytes."""
+        """Return part of dY as a GEMM operand, from the run's dtype or from FP8 bytes."""
         fp8 = self.form.fp8
         if is_bytes(matrix):
             return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
@@ -222,7 +220,7 @@ class Fp8Gemms(LinearGemms):
         return _bytes_of(rounded, x.shape)
 
     def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the values that X [n, in] loses, if the step is counted and the layer is not replayed."""
+        """Count the values that X [n, in] loses in a counted step, but not in a replay."""
         counts = self.form.counts
         if counts is not None and counts.is_open and not counts.is_replay():
             self._count("input", matrix, rounded, is_cut=is_cut)
@@ -238,13 +236,16 @@ class Fp8Gemms(LinearGemms):
             self._count("weight", weight, copy, is_cut=is_cut)
 
     def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the values that rounding an operand loses. If tp does not cut the operand, only the first tp rank counts."""
+        """Count the values that rounding loses. If tp does not cut the operand, only the first tp rank counts."""
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
             counts.add(self.parts.name, role, matrix, rounded)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
-        """Compute the largest absolute value in `parts`: over tp if `over_tp`, over cp if `over_cp`; None with block scales."""
+        """Compute the largest absolute value in `parts`, reduced over tp and cp as asked.
+
+        With block scales the result is None.
+        """
         if not self.form.fp8.recipe.is_tensorwise:
             return None
         each = [self.form.fp8.amax(part) for part in parts]

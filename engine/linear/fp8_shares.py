@@ -1,12 +1,11 @@
-"""Counts the values that FP8 loses, per linear layer and operand, on every K-th step (`telemetry.fp8_interval`).
+"""Counts the values that FP8 loses, on every K-th step (`telemetry.fp8_interval`).
 
-    forward     X as the GEMM reads it, once per microbatch (not in a replay), and W once
-    backward    dY as the input-gradient GEMM reads it
-    then        `triaxis.engine.telemetry.meters.fp8_shares` sums the counts over the world and reads them
+    forward     counts X once per microbatch (not in a replay), and W once
+    backward    counts dY as the input-gradient GEMM reads it
 
-An operand has three counts: nonzero values, nonzero values that became zero, and values that were clamped. Each value counts once
-over the world. If several tp ranks hold the same tensor, only the first counts it. Only the first data- and context-parallel rank
-counts weights.
+Each linear layer has three counts per operand: nonzero values, nonzero values that became zero, and values that were clamped. Each
+value counts once over the world. If several tp ranks hold the same tensor, only the first counts it. Only the first data- and
+context-parallel rank counts weights. `triaxis.engine.telemetry.meters.fp8_shares` sums the counts over the world.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ _FORMATS = {each.dtype: each for each in (E4M3, E5M2)}
 
 
 def count_lost(matrix: torch.Tensor, rounded: Quantised) -> torch.Tensor:
-    """Count the values in a matrix [rows, columns] of three kinds: nonzero, nonzero but rounded to zero, clamped; int64 [3]."""
+    """Count a matrix's nonzero values, those that became zero, and those that were clamped, as int64 [3]."""
     (rows, columns), (down, across) = matrix.shape, rounded.inverse.shape
     size = accumulate(matrix).abs()
     is_number = size != 0
@@ -38,9 +37,8 @@ class Fp8Counts:
 
     Args:
         linears: names of all FP8 layers in the model, the same on every rank.
-        has_weights: whether this rank counts its weights. Only one of the data- and context-parallel ranks does, as all hold the
-            same.
-        is_replay: test whether a layer is being recomputed in the backward.
+        has_weights: whether this rank counts its weights, as the first data- and context-parallel rank does.
+        is_replay: function () -> whether a layer is being recomputed in the backward.
 
     Attributes:
         step: number of the counted step, from 1; weights count once in each.

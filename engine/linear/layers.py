@@ -7,20 +7,17 @@ replaces s. Weights are [out, in]. `engine/tensor_parallel/mappings.py` defines 
     row parallel      W = [W_1 | .. | W_t], cut by input columns   Y = g(sum_i X_i W_i^T + bias)   [s(/t), b, out]
     embedding         vocabulary cut by rows                       Y = g(sum_i rows that rank i holds)
 
-An MLP is a column-parallel layer, a nonlinearity and a row-parallel layer. Its forward needs one f and one g, its backward their
-conjugates.
+An MLP is a column-parallel layer, a nonlinearity and a row-parallel layer.
 
 In the column-parallel backward, communication runs under the GEMMs, in this order:
     1. post the all-gather of X (sequence parallelism keeps only a shard, unless `recompute.gathered_inputs` is keep).
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X                    5. wait for dX
 
-If weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer then gathers dY a second time. A
-bias gradient is dY summed over tokens. The consumer of Y computes dY and can sum it in that pass (`takes_bias_total`).
+If weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later. A row-parallel layer then gathers dY a second time.
 
-Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`products.py`). Given [s, b, in], torch
-looks at all strides, even in dims with size 1. For one sample with transposed tokens it would run s small GEMMs, each reading the
-weight.
+Activations are made contiguous and multiplied as matrices [s * b, in] (`products.py`). Given [s, b, in], torch would run s small
+GEMMs for one sample with transposed tokens.
 """
 
 import math
@@ -51,9 +48,8 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 class ColumnParallelLinear(nn.Module):
     """One or several weights that read the same input, each cut by output rows.
 
-    The weights share one gather of X; separate layers would each gather it. Because weights are cut by output rows, each rank has
-    its columns of Y whole, and a nonlinearity or a head follows without communication. With a cut by input columns, Y would be a
-    partial sum, to be reduced before a nonlinearity may read it.
+    The weights share one gather of X. Each rank has its columns of Y whole, so a nonlinearity or a head follows without
+    communication.
 
     Args:
         weights: parameters [.., in], in the order of the output's columns.
@@ -99,15 +95,15 @@ class ColumnParallelLinear(nn.Module):
         return _ColumnParallel.apply(x, self)
 
     def with_gelu(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute Y and GELU(Y), both [s, b, out/t].
+        """Compute Y and GELU(Y), both [s, b, out/t], for one `RowParallelLinear`.
 
-        Give both to one `RowParallelLinear`: its backward computes Y's gradient (`GeluGemms`), and GELU(Y) gets none.
+        That layer's backward computes Y's gradient (`GeluGemms`). GELU(Y) gets none.
         """
         return _ColumnParallel.apply(x, self, True)
 
     @property
     def takes_bias_total(self) -> AddTotal:
-        """The function that receives dY's sum over tokens [rows] from the consumer of Y; None: the consumer need not sum."""
+        """The function that Y's consumer calls with dY's sum over tokens [rows], or None if no sum is needed."""
         return self.gemms.add_bias_total if self.gemms.biases_are_summed_by_consumer else None
 
 
@@ -155,7 +151,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 class RowParallelLinear(nn.Module):
-    """One weight cut by input columns, and a bias that only the first tp rank adds, inside its GEMM.
+    """One weight cut by input columns, and a bias that only the first tp rank adds.
 
     Args:
         weight: parameter whose first dim is the output.
@@ -186,7 +182,10 @@ class RowParallelLinear(nn.Module):
         self.name = name
 
     def forward(self, x: torch.Tensor, gelu_of: torch.Tensor | None = None) -> torch.Tensor:
-        """Map x [s, b, in on this rank] to [s(/t), b, out]; if x = GELU(`gelu_of`), `gelu_of` gets the gradient instead of x."""
+        """Map x [s, b, in on this rank] to [s(/t), b, out].
+
+        If x = GELU(`gelu_of`), `gelu_of` gets the gradient instead of x.
+        """
         return _RowParallel.apply(x, self, gelu_of)
 
 
@@ -234,7 +233,7 @@ class _RowParallel(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Word embedding whose rows are cut over tp.
 
-    A rank looks up the tokens whose rows it holds and returns zeros for the other tokens. g sums the ranks' results.
+    Each rank returns zeros for tokens whose rows it does not hold. g sums the ranks' results.
     """
 
     def __init__(self, weight: ShardedParameter, region: TensorParallelRegion) -> None:

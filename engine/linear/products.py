@@ -4,9 +4,8 @@
     input gradient    dX = dY W
     weight gradient   dW += dY^T X
 
-X [n, in] and dY [n, out] are whole if the layer has gathered them; else their columns are cut over tp. A `LinearForm`, chosen when
-the model is built, selects the implementation: torch in the run's dtype (here), FP8 GEMMs (`fp8_gemms.py`), or Transformer Engine
-(`te_gemms.py`).
+X [n, in] and dY [n, out] are whole if the layer has gathered them; else their columns are cut over tp. A `LinearForm` selects the
+implementation: torch in the run's dtype (here), FP8 (`fp8_gemms.py`), or Transformer Engine (`te_gemms.py`).
 """
 
 from abc import abstractmethod
@@ -40,16 +39,13 @@ class Operand(NamedTuple):
 
 
 class FusedWeights:
-    """Weights that read one input, stacked by rows; members that are adjacent in the flat tensor form one matrix.
+    """Weights that read one input, stacked by rows.
 
-    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated,
-    which puts them in another buffer. Members are used together: each gets its gradients when the others do.
+    W = [W_1; W_2; ..] with W_i [rows_i, in]. All members get their gradients at the same time. Members that are neighbours in the
+    flat tensor share one GEMM, without a copy. Query and key/value weights are neighbours unless the key/value heads are
+    replicated.
 
-    Members that are neighbours in memory share one GEMM, and none is copied. The obvious alternative is one stacked parameter, but
-    members may differ: replicated key/value heads are cut, summed and saved differently from the query. As separate parameters they
-    keep their names and cuts. A layout that separates them costs one GEMM more.
-
-    Views into weights and main grads are built once per binding, not at each use.
+    As separate parameters, members can be cut, summed and saved differently.
 
     Attributes:
         values: W's matrices, as of the last `complete`.
@@ -57,20 +53,20 @@ class FusedWeights:
     """
 
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
-        """Take the members and their matrices' width; the width is None for biases, which are vectors."""
+        """Take the members and their matrices' width, which is None for biases (vectors)."""
         self.members = tuple(members)
         self.values = Matrices(self.members, "value", in_features)
         self._main_grads = Matrices(self.members, "main_grad", in_features)
         self.all_rows = slice(0, sum(member.record.numel for member in self.members) // (in_features or 1))
 
     def version(self) -> int | None:
-        """Compute a number that changes whenever the weights do, so that copies can follow; None if the members have no bucket."""
+        """Compute a number that changes whenever the weights do; None if the members have no bucket."""
         if self.members[0].bucket is None:
             return None
         return sum(member.bucket.version for member in self.members if member.bucket is not None)
 
     def complete(self) -> "Matrices":
-        """Wait for all-gathers in flight; return the weights as matrices [rows, in] (biases: vectors [rows]), neighbours joined."""
+        """Wait for all-gathers in flight; return the weights as matrices [rows, in] (biases: vectors [rows])."""
         for member in self.members:
             bucket = member.bucket
             if bucket is not None and not bucket.is_complete:
@@ -78,7 +74,7 @@ class FusedWeights:
         return self.values.now()
 
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
-        """Add a gradient to the main grads, by one call of `add` per group of adjacent members, and notify the members' buckets.
+        """Add a gradient to the main grads, one call of `add` per matrix, and notify the buckets.
 
         `grad` is dY [n, out] and `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
         """
@@ -94,7 +90,7 @@ class FusedWeights:
 
 
 class Matrices:
-    """Parameter tensors viewed as matrices of one width, memory neighbours joined; cached until a parameter is bound again.
+    """Parameter tensors viewed as matrices of one width, with neighbours in memory joined.
 
     Args:
         members: the parameters.
@@ -157,7 +153,7 @@ class LinearParts(NamedTuple):
         kernel: kernel for the weight gradients.
         cuts_inputs, cuts_outputs: whether X, and Y, are cut over tp.
         sums_biases: whether the products also add the bias gradients.
-        consumer_may_sum: whether the consumer of Y calls `LinearGemms.add_bias_total` instead, if no product sums dY.
+        consumer_may_sum: whether the consumer of Y calls `LinearGemms.add_bias_total` if no product sums dY.
     """
 
     name: str
@@ -190,7 +186,11 @@ class LinearGemms:
         self._add = partial(add_matmul, kernel=parts.kernel)
 
     def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
-        """Take a column-parallel layer's X [s (/t), b, in] into the region; return X, and the tensor to save for `enter_again`."""
+        """Take a column-parallel layer's X [s (/t), b, in] into the region.
+
+        Returns:
+            X [s, b, in], and the tensor to save for `enter_again`.
+        """
         whole = region.enter(x, purpose).wait()
         return Operand(whole), region.kept(x, whole)
 
@@ -202,12 +202,12 @@ class LinearGemms:
         """Post the backward of g or g' for a row-parallel layer's dY [s (/t), b, out].
 
         Returns:
-            The tensor dY [s, b, out], in flight, and the operand from which a deferred weight gradient restores it.
+            dY [s, b, out] in flight, and the operand from which a deferred weight gradient restores dY.
         """
         return region.leave_backward(grad, purpose), Operand(grad)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Prepare a layer's X [.., in] that is not gathered, as `forward` reads it and the backward saves it."""
+        """Prepare an X [.., in] that is not gathered, for `forward` and for the backward."""
         return Operand(x)
 
     def whole_grad(self, grad: Operand) -> Operand:
@@ -227,7 +227,7 @@ class LinearGemms:
         return whole.view(*tensor.shape[:-1], whole.shape[-1])
 
     def input_grad(self, grad: Operand) -> torch.Tensor:
-        """Compute dX [.., in] = dY W from dY [.., out]: a sum over the matrices, each times its own dY columns."""
+        """Compute dX [.., in] = dY W from dY [.., out]."""
         matrices, tensor = self.weights.complete().views, grad.tensor
         rows = tensor.view(-1, tensor.shape[-1])
         parts = [rows] if len(matrices) == 1 else rows.split([matrix.shape[0] for matrix in matrices], dim=-1)
@@ -237,7 +237,7 @@ class LinearGemms:
         return total.view(*tensor.shape[:-1], total.shape[-1])
 
     def add_weight_grads(self, grad: Operand, x: Operand) -> None:
-        """Add dY^T X to the main grads, and dY's sum unless the consumer does; dY [.., out], X [.., in]."""
+        """Add dY^T X to the main grads, and dY's sum unless the consumer does. The shapes are dY [.., out], X [.., in]."""
         total = self.add_products(grad, x)
         if self._sums_biases:
             self.add_bias_total(total_of(grad.tensor) if total is None else total)
@@ -248,13 +248,17 @@ class LinearGemms:
         self.biases.accumulate(total, None, _add_total)
 
     def add_products(self, grad: Operand, x: Operand) -> torch.Tensor | None:
-        """Add dY^T X to the weights' main grads; return dY's sum over the tokens [out] if `makes_totals`, else None."""
+        """Add dY^T X to the weights' main grads.
+
+        Returns:
+            dY's sum over the tokens [out] if `makes_totals`, else None.
+        """
         rows = grad.tensor.view(-1, grad.tensor.shape[-1])
         self.weights.accumulate(rows, x.tensor.view(-1, x.tensor.shape[-1]), self._add)
         return None
 
     def vectors(self) -> Iterable[torch.Tensor | None]:
-        """List each matrix's bias vector [rows], after `complete`; an endless series of None if there are no biases."""
+        """List each matrix's bias vector [rows], after `complete`; an endless series of None without biases."""
         if self.biases is None:
             return repeat(None)
         vectors, matrices = self.biases.complete(), self.weights.values
@@ -269,7 +273,7 @@ def _add_total(main_grad: torch.Tensor, total: torch.Tensor, x: None, *, overwri
 
 
 class GeluGemms(LinearGemms):
-    """Products whose epilogues compute the GELU (its tanh form) between a layer and the next.
+    """Products whose epilogues compute the tanh GELU between a layer and the next.
 
     first layer     inner = X W^T + bias, activated = GELU(inner)
     second layer    d inner = dY W GELU'(inner)
@@ -277,18 +281,21 @@ class GeluGemms(LinearGemms):
 
     @abstractmethod
     def forward_gelu(self, x: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute inner and activated [.., out] from X [.., in]; the layer has one matrix, with or without a bias [out]."""
+        """Compute inner and activated [.., out] from X [.., in] for a layer with one matrix."""
 
     @abstractmethod
     def input_grad_of_gelu(self, grad: Operand, inner: torch.Tensor) -> torch.Tensor:
-        """Compute d inner [.., in] from dY [.., out]; the layer has one matrix, and its input was GELU(inner)."""
+        """Compute d inner [.., in] from dY [.., out] for a layer with one matrix, which read GELU(inner)."""
 
 
 class LinearForm:
-    """A builder of layers' products; this base class builds them in the run's dtype."""
+    """A builder of layers' products in the run's dtype; subclasses build other products."""
 
     def alone(self, *parts: str) -> "LinearForm":
-        """Return the form for a layer that alone saves its input, unless one of `parts` (`recompute.modules`) is recomputed."""
+        """Return the form for a layer whose input nothing else saves.
+
+        If one of `parts` (`recompute.modules`) is recomputed, that part saves the input too.
+        """
         return self
 
     def gemms(self, parts: LinearParts) -> LinearGemms:

@@ -1,4 +1,4 @@
-"""A linear layer's GEMMs by Transformer Engine, in the run's dtype."""
+"""Computes a linear layer's GEMMs by Transformer Engine, in the run's dtype."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from triaxis.engine.linear.products import GeluGemms, LinearForm, LinearGemms, L
 
 @dataclass(frozen=True, slots=True)
 class TeForm(LinearForm):
-    """The form that builds a layer's products as Transformer Engine GEMMs, in the run's dtype."""
+    """The form that builds a layer's products as Transformer Engine GEMMs."""
 
     te: TransformerEngine
 
@@ -21,7 +21,7 @@ class TeForm(LinearForm):
 class TeGemms(GeluGemms):
     """One layer's products by Transformer Engine.
 
-    TE needs contiguous operands. If a layer has several matrices, each matrix's columns of dY are therefore copied first.
+    If a layer has several matrices, each matrix's columns of dY are copied first, because TE needs contiguous operands.
     """
 
     def __init__(self, parts: LinearParts, te: TransformerEngine) -> None:

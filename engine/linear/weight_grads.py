@@ -16,9 +16,9 @@ class DeferredGrad:
 
     Attributes:
         part: one operand as this rank saved it; with sequence parallelism its shard [s/t, b, h].
-        gather: function that posts the gather from `part` to [s, b, h].
+        gather: function (part) that posts the gather to [s, b, h].
         other: the other operand, whole.
-        add: function that takes the gathered operand and the other one, and adds their product to the main grads.
+        add: function (gathered operand, other operand) that adds their product to the main grads.
     """
 
     part: torch.Tensor
@@ -30,7 +30,7 @@ class DeferredGrad:
 class WeightGradQueue:
     """Weight-gradient GEMMs that may run later.
 
-    If `deferring` is set, layers queue their work with `defer`, and the executor collects it with `take`.
+    While `deferring` is set, layers queue work with `defer`. The executor collects the work with `take`.
 
     Args:
         kernel: GEMM kernel.
@@ -64,7 +64,7 @@ class WeightGradQueue:
 
 @torch.no_grad()
 def add_deferred(work: list[DeferredGrad]) -> None:
-    """Compute the weight gradients and empty the list; each gather overlaps the previous gradient's GEMM."""
+    """Compute the weight gradients and empty the list. Each gather overlaps the previous GEMM."""
     gathers = [each.gather(each.part) for each in work[:1]]
     while work:
         gathers += [each.gather(each.part) for each in work[1:2]]

@@ -1,1 +1,1 @@
-"""Accumulation dtypes and a counter-based hash, which all other packages share."""
+"""Provides accumulation dtypes and a counter-based hash to all other packages."""

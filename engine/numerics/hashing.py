@@ -1,7 +1,7 @@
-"""A 64-bit counter hash for any device: splitmix64's finaliser.
+"""Hashes 64-bit counters on any device with splitmix64's finaliser.
 
-The source is Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014. Torch has no unsigned 64-bit arithmetic,
-so a 64-bit word is an int64 with the same bits; products and sums wrap around.
+The source is Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014. A 64-bit word is an int64 with the same
+bits, because torch has no unsigned 64-bit arithmetic. Products and sums wrap around.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""The dtype of each quantity; the only place where floating-point dtypes are named or promoted.
+"""Chooses the dtype of each quantity. No other module names or promotes floating-point dtypes.
 
-Weights and activations use the run's dtype. Sums that must not lose bits use its accumulation dtype: main grads, masters, moments,
-softmax, norms, RoPE tables, cross-entropy, gradient norms, the loss. It is at least fp32 and never narrower than the run's dtype.
-So a float64 run stays float64 throughout. The configuration can narrow main grads and optimizer state.
+Weights and activations use the run's dtype. Sums that must not lose bits use the accumulation dtype, which is the run's dtype or
+fp32, whichever is wider. Such sums are main grads, masters, moments, softmax, norms, RoPE tables, cross-entropy, gradient norms,
+the loss. The configuration can narrow main grads and optimizer state.
 """
 
 from collections.abc import Mapping
@@ -42,16 +42,19 @@ STEP_DTYPE = torch.float32
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype for sums over `dtype` values: `dtype` or float32, whichever is wider."""
+    """Choose the dtype for sums over `dtype` values, the wider of `dtype` and float32."""
     # Compiled kernels call this too. torch.promote_types would be a call into torch, and the compiler cannot trace a cache.
     return dtype if dtype.itemsize > torch.float32.itemsize else torch.float32
 
 
 def main_grad_dtype(dtype: torch.dtype, choice: Literal["full", "bf16"]) -> torch.dtype:
-    """Return the dtype for gradient sums: `full`: the accumulation dtype; `bf16`: the weights' dtype (`precision.gradients`)."""
+    """Return the dtype for gradient sums (`precision.gradients`).
+
+    `full` is the accumulation dtype, `bf16` the weights' dtype.
+    """
     return accumulation_dtype(dtype) if choice == "full" else dtype
 
 
 def accumulate(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast a tensor to its accumulation dtype; a tensor that has it already is returned as is."""
+    """Cast a tensor to its accumulation dtype. A tensor that has this dtype already is returned as is."""
     return tensor.to(accumulation_dtype(tensor.dtype))

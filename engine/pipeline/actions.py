@@ -1,6 +1,6 @@
-"""Defines a pipeline schedule and its actions; re-exports `Placement` from the layout.
+"""Defines a pipeline schedule and its actions.
 
-    1F1B, pp 2, 3 microbatches            a row per pp rank, its compute actions in order
+    1F1B, pp 2, 3 microbatches
 
         rank 0: 0F0 0F1 0B0 0F2 0B1 0B2       0F1 = chunk 0, forward, microbatch 1
         rank 1: 0F0 0B0 0F1 0B1 0F2 0B2       chunk = index of a stage on its rank, 0 .. vpp - 1
@@ -20,7 +20,7 @@ __all__ = ["Action", "Kind", "Output", "Placement", "Schedule"]
 
 
 class Kind(StrEnum):
-    """A kind of work that a stage does on a microbatch; `B` does the work of `I` and `W` together."""
+    """A kind of work that a stage does on a microbatch. `B` does the work of `I` and `W` together."""
 
     F = "F"
     """Forward."""
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
 
 class Output(NamedTuple):
-    """A result that another stage reads: an activation (kind F), or an input gradient (kind B, even if an `I` computed it)."""
+    """A result that another stage reads. An activation has kind F. An input gradient has kind B, even if an `I` computed it."""
 
     stage: int
     kind: Kind
@@ -46,7 +46,7 @@ class Output(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One computation on one rank; its text is `<chunk><kind><microbatch>`, for example `0F3`."""
+    """One computation on one rank, written as `<chunk><kind><microbatch>`, for example `0F3`."""
 
     kind: Kind
     chunk: int
@@ -85,10 +85,9 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def input_of(self, stage: int, action: Action) -> Output | None:
-        """Return the other stage's output that `action` on `stage` reads; None: it reads none.
+        """Return the other stage's output that `action` on `stage` reads, or None.
 
-        It reads none if it is the last stage's backward, which starts from its own forward, or a `W`, whose operands its `I` left
-        on the rank.
+        The first stage's forward, the last stage's backward and every `W` read none.
         """
         if action.kind is Kind.F:
             return Output(stage - 1, Kind.F, action.microbatch) if stage > 0 else None
@@ -98,7 +97,7 @@ class Schedule:
 
     @staticmethod
     def output_of(stage: int, action: Action) -> Output | None:
-        """Return the output that `action` on `stage` passes to another stage; None for a `W`, which passes on nothing."""
+        """Return the output of `action` on `stage` for another stage, or None for a `W`."""
         if action.kind is Kind.W:
             return None
         return Output(stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch)

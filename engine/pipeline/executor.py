@@ -1,14 +1,14 @@
 """Runs a lowered schedule on one pipeline rank.
 
-The executor has no code for 1F1B or interleaving: it runs the list of instructions that `validate.py` checked and `simulate.py`
-timed. For each action:
+The executor has no code for 1F1B or interleaving. It runs a list of instructions, which `validate.py` has checked. For each action:
 
-    F   take the input (tokens on the first stage), run the chunk, hand the output over
-    B   take the output's gradient (given on the last stage), run the backward, hand the input's gradient over
-    I   as B, but keep the weight-gradient GEMMs for later     W   run these GEMMs
+    F   takes the input (tokens on the first stage), runs the chunk, hands the output over
+    B   takes the output's gradient (given on the last stage), runs the backward, hands the input's gradient over
+    I   does the same as B, but defers the weight-gradient GEMMs
+    W   runs the deferred GEMMs
 
-Between a microbatch's F and B, the rank keeps the input and an edge into the autograd graph, but not the output. Once the
-output is sent, its memory is free.
+Between a microbatch's F and B, the rank keeps the input and an edge into the autograd graph. The output's memory is free once the
+output is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ InstructionObserver = Callable[[Instruction | None], None]
 
 
 class ChunkFunction(Protocol):
-    """A function that runs this rank's chunk number `chunk` on one microbatch; `x` is None on the first stage."""
+    """A function that runs this rank's chunk number `chunk` on one microbatch. `x` is None on the first stage."""
 
     def __call__(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
 class _Kept:
-    """The input and the output's autograd edge, which a chunk keeps for a microbatch between its forward and its backward."""
+    """The input and the output's autograd edge, kept between a microbatch's forward and backward."""
 
     x: torch.Tensor | None
     edge: GradientEdge
@@ -47,10 +47,7 @@ class _Kept:
 class Executor:
     """One rank's interpreter of programs (lowered schedules).
 
-    It interprets instructions instead of having a loop for each schedule. What runs is therefore the very list that was checked
-    for deadlocks, and a new schedule needs no code here. State that outlives a run is kept here. One run's state (arrivals,
-    graphs, deferred GEMMs) is in a `_Run` that ends with it, so training and validation share an executor. Activations between
-    stages have one shape and dtype, so a receive needs no message about sizes.
+    Training and validation share an executor. Activations between stages have one shape and dtype.
 
     Attributes:
         topology: this rank's place and pipeline axes.
@@ -86,8 +83,8 @@ class Executor:
         Args:
             program: program for this topology's pp size and for as many microbatches as are given.
             microbatches: one batch per microbatch; every stage gets it.
-            output_grad: the gradient that every output of the last stage gets, with as many elements as an output; None: the
-                program has no backward.
+            output_grad: gradient for each output of the last stage, with as many elements as an output; None: the program has no
+                backward.
             observers: additional observers for this run alone, called after the executor's.
 
         Returns:

@@ -1,9 +1,11 @@
-"""The forward-only schedule, for validation and generation.
+"""Builds the forward-only schedule, for validation and generation.
 
-pp 2, vpp 2, 4 microbatches       in a loop                            in a V
+pp 2, vpp 2, 4 microbatches
 
-    rank 0                        0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3      0F0 0F1 1F0 0F2 1F1 0F3 1F2 1F3
-    rank 1                        0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3      0F0 1F0 0F1 1F1 0F2 1F2 0F3 1F3
+    rank 0, in a loop     0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3
+    rank 1, in a loop     0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3
+    rank 0, in a V        0F0 0F1 1F0 0F2 1F1 0F3 1F2 1F3
+    rank 1, in a V        0F0 1F0 0F1 1F1 0F2 1F2 0F3 1F3
 """
 
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -13,9 +15,8 @@ from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
     """Build a schedule with forwards only, on stages placed as in training.
 
-    If the placement is a loop, microbatches go through a rank's chunks in groups of pp, as in interleaved 1F1B. If it is a V,
-    microbatch i starts on stage s at time slot 2 i + s, with one forward per slot. A rank's two stages, s and 2 pp - 1 - s, never
-    need the same slot, so a rank waits only before its first and after its last action.
+    In a loop, microbatches go through a rank's chunks in groups of pp, as in interleaved 1F1B. In a V, microbatch i runs on stage s
+    in time slot 2 i + s. So a rank waits only before its first and after its last action.
     """
 
     def turn(rank: int, action: Action) -> tuple[int, ...]:

@@ -1,29 +1,28 @@
-"""Derives each rank's sends and receives from a schedule's compute actions, in one function.
+"""Derives each rank's sends and receives from a schedule's compute actions.
 
     0F0 0F1 0B0 ...   ->   0F0 | send F0 to rank 1 | 0F1 | send F1, receive the gradient of 0 | 0B0 ...
 
-**Channels.** Each pipeline axis has two process groups: activations go over `forward`, gradients over `backward`. A hand-over
-between two stages on one rank is local and no transfer.
+**Channels.** Activations go over the process group `forward`, gradients over `backward`. A hand-over between two stages on one rank
+is local and no transfer.
 
-**The order.** NCCL matches a group's calls by their order, and a call that waits for its peer blocks all later calls. So all
-ranks post a group's transfers in ONE order. Its key is a time in the schedule's timeline (F costs 1, B costs 2, no latency):
+**The order.** NCCL matches a group's calls by their order. So all ranks post a group's transfers in ONE order. Its key is a time in
+the schedule's timeline (F costs 1, B costs 2, no latency):
 
     time(transfer) = max(end of the action that produces, end of the action two before the one that consumes)
 
-The second term is the moment from which the receiver may post: just before the action that precedes the consumer. So the transfer
-overlaps this preceding action, and a rank holds at most one early receive buffer per direction (and chunk).
+The receiver may post from the second time on, just before the action that precedes the consumer. So the transfer overlaps this
+preceding action. A rank holds at most one early receive buffer per direction and chunk.
 
 **Late receives.** A program's second form posts each receive right before its consumer, or before the weight-gradient actions that
-precede the consumer. The second term is then the end of the action just before the consumer. Every transfer is exposed, but no
-receive waits on the device during an action that could block the whole device. The first run after a start uses this form. Kernels
-are loaded and memory is allocated then, and both may wait for all the device's work.
+precede the consumer. Every transfer is exposed, but no receive waits on the device during an action that could block the whole
+device. The first run after a start uses this form, because loading kernels may block the device.
 
-**Grouping.** NCCL does not define what happens when a pair's transfers are grouped at one end and separate at the other.
-A group call is therefore split until each pair's transfers are grouped alike at both ends.
+**Grouping.** NCCL does not define what happens when a pair's transfers are grouped at one end only. So a group call is split until
+each pair's transfers are grouped alike at both ends.
 
-**Why no deadlock.** A rank posts a transfer by `time` at the latest, since all actions before the post end by then. All transfers
-earlier in the order are done by `time`, and the transfer's consumer starts at `time` or later. So the timeline itself is an
-execution of the program under NCCL's rules. (`triaxis.engine.pipeline.validate` does not rely on this: it runs the program.)
+**Why no deadlock.** A rank posts a transfer by `time` at the latest. All transfers earlier in the order are done by `time`, and the
+transfer's consumer starts at `time` or later. So the timeline itself is an execution of the program under NCCL's rules.
+`triaxis.engine.pipeline.validate` does not rely on this proof.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,7 @@ class Transfer(NamedTuple):
     """One tensor that goes from one rank to another.
 
     Attributes:
-        direction: `forward` or `backward`, which names the group that carries the tensor.
+        direction: group that carries the tensor, `forward` or `backward`.
         source, destination: the sending and the receiving pp rank, which differ.
         stage: the stage that receives.
         microbatch: the tensor's microbatch.
@@ -65,7 +64,7 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """One asynchronous call on one group: all its transfers are posted together and progress together.
+    """One asynchronous call on one group, whose transfers progress together.
 
     The rank that runs the post is the source or the destination of each transfer.
     """
@@ -79,13 +78,12 @@ Instruction = Post | Action
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A lowered schedule: posts and actions in order, per pp rank.
+    """A lowered schedule, with each pp rank's posts and actions in order.
 
-    An action first waits for the receive that brings its input. A send follows the action that produced its data; nothing waits for
-    sends.
+    An action first waits for the receive that brings its input. Nothing waits for sends.
 
     Attributes:
-        receives: form of the program: receives are posted one action ahead (`early`) or right before their consumer (`late`).
+        receives: `early` if receives are posted one action ahead; `late` if they are posted right before their consumer.
     """
 
     schedule: Schedule
@@ -95,12 +93,12 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A transfer with its place in the common order, and its two ends' places in their ranks' lists of actions.
+    """A transfer with its place in the common order and among both ranks' actions.
 
     Attributes:
         time: key in the common order, see the module's docstring.
         after_producer: number of the source's actions that must come before the send.
-        receive_from: number of the destination's actions before the earliest point at which it may post the receive.
+        receive_from: number of the destination's actions that must come before the receive.
         consumer_start: time at which the action that reads the tensor starts.
     """
 
@@ -112,17 +110,19 @@ class _Timed:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The sorting key: by time, then by the stage's distance from the start of the pass, then by microbatch.
+        """The sorting key (time, stage's distance from the start of the pass, microbatch).
 
-        In warm-up a rank thus posts the receive of the next microbatch ahead of the send of the current one, and computes the
-        current one meanwhile.
+        In warm-up, a rank thus posts the next microbatch's receive ahead of the current one's send.
         """
         stage = self.transfer.stage
         return (self.time, stage if self.transfer.direction == "forward" else -stage, self.transfer.microbatch)
 
 
 def feeding_transfer(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """Find the transfer that a rank's action waits for; None: the action's input is computed on this rank, or it has no input."""
+    """Find the transfer that a rank's action waits for.
+
+    Return None if this rank computes the action's input, or if the action has no input.
+    """
     placement = schedule.placement
     stage = placement.stage_of(rank, action.chunk)
     source = schedule.input_of(stage, action)
@@ -133,7 +133,7 @@ def feeding_transfer(schedule: Schedule, rank: int, action: Action) -> Transfer 
 
 
 def lower(schedule: Schedule, receives: Receives = "early") -> Program:
-    """Derive sends and receives.
+    """Derive every rank's sends and receives from a schedule.
 
     Args:
         schedule: every rank's complete compute actions.
@@ -169,7 +169,7 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
 
 def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lead: int) -> list[_Timed]:
-    """List a schedule's transfers in the common order; receives come `lead` actions before their consumer."""
+    """List a schedule's transfers in the common order. Receives come `lead` actions before their consumer."""
     stage_of = schedule.placement.stage_of
     place = {
         output: (rank, index)
@@ -211,7 +211,7 @@ class _Placed:
 
 
 def _place(rank: int, timed: Sequence[_Timed]) -> list[_Placed]:
-    """Group a rank's transfers in one direction, in their order, and place the groups between its actions."""
+    """Group a rank's transfers in one direction, and place the groups between its actions."""
     placed: list[_Placed] = []
     position = 0
     group: list[_Timed] = []
@@ -235,10 +235,9 @@ def _place(rank: int, timed: Sequence[_Timed]) -> list[_Placed]:
 
 
 def _group_alike(placed: list[list[_Placed]]) -> None:
-    """Split group calls, in place, until each pair's transfers are grouped alike at both ends.
+    """Split group calls, in place, until each two communicating ranks group their transfers alike.
 
-    The order of transfers does not change. A program whose transfers run one by one in the common order also runs with
-    smaller groups.
+    The order of transfers does not change.
     """
     # A cut may leave a peer's group unlike this one, so the loop repeats until none is cut. Groups only shrink, so it ends.
     changed = True
@@ -267,7 +266,10 @@ def _group_alike(placed: list[list[_Placed]]) -> None:
 def _first_grouped_otherwise(
     rank: int, transfers: Sequence[Transfer], group_of: Mapping[tuple[int, Transfer], int]
 ) -> int | None:
-    """Return the index of the first transfer that its peer groups apart from the pair's previous transfer; None: there is none."""
+    """Find the index of the first transfer at which a rank's group call must be split, or None.
+
+    The peer does not group that transfer with the previous transfer between the same two ranks.
+    """
     last_of: dict[int, Transfer] = {}
     for place, transfer in enumerate(transfers):
         peer = transfer.source + transfer.destination - rank

@@ -1,7 +1,7 @@
-"""Sends and receives the tensors between pipeline stages for one rank, and hands over those that stay on the rank.
+"""Moves the tensors between pipeline stages, for one rank.
 
-Two axes with the same ranks carry it: activations go over `pp_forward`, their gradients over `pp_backward`. Each `Post` is one
-group call. A tensor for a stage on the same rank never touches an axis.
+Activations go over the axis `pp_forward`, their gradients over `pp_backward`. Each `Post` is one group call. A tensor for a stage
+on the same rank never touches an axis.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,11 @@ from triaxis.engine.pipeline.lowering import Direction, Post
 
 @dataclass(frozen=True, slots=True)
 class StageTensor:
-    """The identity of a tensor between two stages: its direction, the stage that receives it, the microbatch."""
+    """The identity of a tensor between two stages.
+
+    Attributes:
+        stage: stage that receives the tensor.
+    """
 
     direction: Direction
     stage: int
@@ -26,10 +30,9 @@ class StageTensor:
 class Transport:
     """The tensors between stages that one rank sends and receives during one run of a program.
 
-    An action asks for its input by `StageTensor`, whether a peer sent the input or this rank computed it. So placements in a loop
-    and in a V need no separate code. Each receive gets a new buffer, which serves as the stage's input until the backward; with a
-    ring of fixed buffers, the input would have to be copied out. A sent tensor is held until its send has completed; the next post
-    after that releases it. Nothing waits for a send before the end of the run.
+    An action asks for its input by `StageTensor`, whether a peer sent the input or this rank computed it. Each receive gets a new
+    buffer, which serves as the stage's input until the backward. A sent tensor is held until its send has completed. Nothing waits
+    for a send before the end of the run.
 
     Args:
         axes: the two pipeline axes by direction.
@@ -69,14 +72,18 @@ class Transport:
                 self._sent.append(pending)
 
     def hand_over(self, key: StageTensor, tensor: torch.Tensor, *, local: bool) -> None:
-        """Give a tensor to the stage that `key` names: keep it if that stage is on this rank, else hold it for the post."""
+        """Give a tensor to the stage in `key`.
+
+        Args:
+            local: whether that stage is on this rank; if not, a later post sends the tensor.
+        """
         if local:
             self._arriving[key] = Pending(tensor)
         else:
             self._leaving[key] = tensor.contiguous()
 
     def take(self, key: StageTensor) -> torch.Tensor:
-        """Return the tensor that a peer sent or this rank handed over, after waiting for its arrival."""
+        """Wait for a tensor from a peer or from this rank, and return it."""
         return self._arriving.pop(key).wait()
 
     def finish(self) -> None:

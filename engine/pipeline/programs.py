@@ -1,14 +1,13 @@
-"""Holds the two forms of a schedule's program, and chooses which of them runs next.
+"""Holds the two programs of a schedule, and chooses which of them runs next.
 
-Receives are posted early, ahead of need, or late, right before their use:
+The early form posts receives ahead of need, the late form right before their use:
 
     run      1      2  3  4 ...     k          k+1 ... k+STEPS_AFTER_RETRY     ...
     form     late   early           (retry)    late                            early
 
-The first run after a start loads kernels and allocates memory. Both may make the host wait for all work on its GPU. A receive that
-was posted early spins on that GPU until its peer sends. The peer may wait in the same way, and then both are stuck. The same can
-happen if the allocator runs short, frees memory and tries again (retry). With late receives this cannot deadlock, as
-`triaxis.engine.pipeline.validate` proves for each program.
+A first run, or an allocator that frees memory and retries, may make the host wait for all work on its GPU. An early receive spins
+on that GPU until its peer sends. If the peer waits in the same way, both ranks are stuck. Late receives cannot deadlock like this,
+as `triaxis.engine.pipeline.validate` proves for each program.
 """
 
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ class Programs:
     Attributes:
         early: program whose receives are posted before the action that precedes their consumer.
         late: program whose receives are posted right before their consumer.
-        facts: facts about the early form, which nearly all runs use.
+        facts: facts about the early form.
 
     Raises:
         ScheduleError: the schedule is incomplete, out of order, or one of its programs would deadlock.
@@ -70,10 +69,9 @@ class Programs:
 
 
 def schedule_file_runs(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem if `schedule.file` lacks an action, has one out of order, or deadlocks in either form.
+    """Yield a problem if the schedule in `schedule.file` is incomplete, out of order, or deadlocks.
 
-    Only callers that start or check a run apply this rule. It cannot be in `triaxis.engine.config`, which does not import the
-    pipeline.
+    Only callers that start or check a run apply this rule.
     """
     file = subject.config.schedule.file
     # Other rules report a file that is not a training schedule, or has too few rows.

@@ -3,27 +3,23 @@
 A rank is a row of calls and steps. A step is a computation or a wait that needs some of its rank's earlier calls to be complete.
 These rules always hold:
 
-    channel      (communicator, rank): one FIFO of calls. PyTorch runs a process group's calls on one stream, so a call
-                 waits for the previous one even if their peers differ.
-    rendezvous   a send completes only together with its receive. No buffering, not even of one message.
-    order        no tags: the k-th send from rank a to b meets the k-th receive at b from a, whatever their contents.
-    group call   the messages of the call at the head progress together, each with the head of its peer. The call completes
-                 as a whole (a backend gives one handle for it), then the next one begins.
-    collective   completes when the same collective is the head at every member.
+    channel      a rank runs its calls on a communicator in order. The first call that has not completed is the head.
     blocked head a call whose peer does not come blocks all later calls in its channel.
+    rendezvous   a send completes only together with its receive. Nothing is buffered.
+    order        the k-th send from rank a to b meets the k-th receive at b from a. There are no tags.
+    group call   the messages of the head progress together, each with the head of its peer. The call completes as a whole.
+    collective   completes when the same collective is the head at every member.
     step         begins when the calls that it needs have completed. Posting never waits.
 
 `Rules` adds what a GPU and NCCL may add in the worst case:
 
-    first use    NCCL opens a connection in the first group call that names a peer. That call blocks the host until the peer's
-                 host is in the mirrored call, and both must open the same connections (NVIDIA/nccl issue 783; pull request 2407).
-    device       a kernel that is loaded lazily, a cudaMalloc or a cudaFree may wait for all work on the device. A step then
-                 begins only when every earlier call on its rank has completed.
-    one queue    streams that share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) start in the order of their launch. Nothing
-                 after a call is launched before the call has started, which is when it is the head of its channel.
+    first use    the first group call with a peer blocks the host until the peer's host is in the mirrored call. Both calls must
+                 open the same connections (NVIDIA/nccl issue 783; pull request 2407).
+    device       a step begins only when every earlier call on its rank has completed, as a cudaMalloc may require.
+    one queue    nothing after a call is launched before the call is the head (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-Each rule only forbids steps of the execution, and a step that can happen stays possible until it happens. So one execution decides
-for all speeds of ranks and links. A program that ends under all rules together ends under each of them alone.
+A step that can happen stays possible until it happens. So one execution decides for all speeds of ranks and links. A program that
+ends under all rules together ends under each of them alone.
 """
 
 from collections import deque
@@ -73,8 +69,8 @@ class Step:
 
     Attributes:
         after: positions in the rank's row of the calls that must complete before the step begins.
-        needs: a fact that must hold before the step begins; another step, on any rank, has it as `makes`. None: no fact.
-        makes: a fact that holds on all ranks once the step has run; None: no fact.
+        needs: fact that some step must make before this step begins; None: no fact.
+        makes: fact that holds on all ranks once the step has run; None: no fact.
     """
 
     after: tuple[int, ...] = ()
@@ -87,10 +83,10 @@ Row = Sequence[Call | Step]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules beyond those that always hold; the module's docstring describes them.
+    """Rules beyond those that always hold, as the module's docstring describes.
 
     Attributes:
-        opened: the connections that are open before the first call; None: all of them, so that no first use waits.
+        opened: connections that are open before the first call; None: all connections.
         steps_synchronize: whether a step waits for every earlier call on its rank.
         one_queue: whether each call must start before anything after it is launched.
     """
@@ -105,8 +101,7 @@ class Conflict:
     """Two ends of one call that do not fit together.
 
     Attributes:
-        reason: `content`: the ends are different messages or collectives; `connections`: a first use would open different
-            connections at the two ends.
+        reason: `content` if the ends are different messages or collectives; `connections` if a first use would open different ones.
         first, second: places of the ends.
         ours, theirs: the two contents, or the two lists of connections.
     """
@@ -120,12 +115,12 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A call at the head of its channel that has not completed when no rank can go on.
+    """A call that blocks its channel when no rank can go on.
 
     Attributes:
         place: the call's rank and position in its row.
         open: the call's messages that have not met their other end.
-        num_behind: number of later calls in the channel, which this one blocks.
+        num_behind: number of later calls in the channel.
     """
 
     place: Place
@@ -148,7 +143,11 @@ class Stuck:
 
 @dataclass(slots=True)
 class _Posted:
-    """A call in a channel; `open` holds its messages that have not met their other end."""
+    """A call in a channel.
+
+    Attributes:
+        open: the call's messages that have not met their other end.
+    """
 
     place: Place
     call: Call
@@ -165,7 +164,8 @@ def execute(
 
     Args:
         rows: each rank's row, by rank.
-        members: ranks that meet in a communicator's collectives, by communicator; one that carries only messages needs no entry.
+        members: ranks that meet in a communicator's collectives, by communicator. A communicator without collectives needs no
+            entry.
         rules: rules beyond those that always hold; None: no further rules.
 
     Returns:
@@ -216,7 +216,7 @@ class _Execution:
             self.position[rank] = at + 1
 
     def _call(self, rank: int, at: int, call: Call) -> bool:
-        """Post a call, if it is not posted yet; return whether the rank goes on to its next item."""
+        """Post a call, unless it is posted already; return whether the rank goes on."""
         channel = self.channels.setdefault((call.communicator, rank), deque())
         if self.last_posted[rank] < at:
             if self.opened is not None and not self._connect(rank, at, call):
@@ -229,7 +229,7 @@ class _Execution:
         return not self.rules.one_queue or at not in self.outstanding[rank] or channel[0].place == (rank, at)
 
     def _connect(self, rank: int, at: int, call: Call) -> bool:
-        """Open the connections that a call uses for the first time; return whether all of them are open."""
+        """Open the connections that a call uses for the first time. Return whether all connections of the call are open."""
         assert self.opened is not None
         missing = self._missing(call)
         if not missing:
@@ -269,7 +269,7 @@ class _Execution:
         return True
 
     def _progress(self, communicator: Hashable, rank: int) -> None:
-        """Match a channel's head with its peers' heads, then the next call, until one does not complete."""
+        """Match a channel's calls with its peers' heads, until one call does not complete."""
         agenda = [rank]
         while agenda and self.conflict is None:
             at = agenda.pop()
@@ -282,7 +282,7 @@ class _Execution:
                 agenda += self._meet_collective(communicator, at)
 
     def _meet_messages(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match a head's messages with those in its peers' heads, by order; return the ranks whose head has completed."""
+        """Match a head's messages with its peers' heads. Return the ranks whose head has completed."""
         head = self.channels[communicator, rank][0]
         completed = []
         for message in tuple(head.open):
@@ -307,7 +307,7 @@ class _Execution:
         return completed
 
     def _meet_collective(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match a collective with all members' heads; return the ranks whose head has completed."""
+        """Match a collective with all members' heads. Return the ranks whose head has completed."""
         mine = self.channels[communicator, rank][0]
         members = self.members[communicator]
         is_whole = True

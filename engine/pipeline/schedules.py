@@ -1,16 +1,17 @@
-"""Builds the schedules: every rank's compute actions, from the pipeline's sizes.
+"""Builds every rank's compute actions from the pipeline's sizes.
 
-    gpipe         FFFFBBBB        all forwards, then all backwards: m microbatches in flight
-    1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down: p - r in flight
-    interleaved   1f1b with vpp chunks per rank: bubble / vpp, for more transfers and some more in flight
-    zb_h1         1f1b whose weight gradients wait: 0 microbatches on the first rank, p - 1 on the last
-    zbv           two chunks per rank in a V, weight gradients in the bubble: at most p microbatches of a rank's layers
-    forward_only  FFFF            validation and generation
+    gpipe         FFFFBBBB        all forwards, then all backwards; m microbatches in flight
+    1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down; p - r in flight
+    interleaved                   1f1b with v chunks per rank; bubble / v, for more transfers
+    zb_h1                         1f1b whose weight gradients wait, on rank r for at most r microbatches
+    zbv                           two chunks per rank in a V, with weight gradients in the bubble
+    forward_only  FFFF            forwards alone, for validation and generation
 
 m is the number of microbatches, p the number of pp ranks, r a rank's index, v = vpp. "In flight" are microbatches whose forward has
-started and whose backward has not ended. A rank runs its forwards in one fixed order and its backwards in another. A schedule is
-those two orders and the number of forwards before the first backward (the warm-up). The schedules here are one function with
-different numbers; those that split a backward in two are in `triaxis.engine.pipeline.zero_bubble`.
+started and whose backward has not ended.
+
+A rank runs its forwards in one fixed order and its backwards in another. A schedule is those two orders and the number of forwards
+before the first backward (the warm-up). `triaxis.engine.pipeline.zero_bubble` builds the schedules that split a backward in two.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,11 +49,11 @@ def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
 def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     """Build the interleaved 1F1B schedule (2104.04473, section 2.2), for any number of microbatches.
 
-    Microbatches go through a rank's v chunks in groups of p, the number of ranks; the last group may have fewer.
+    Microbatches go through a rank's v chunks in groups of p, the number of ranks. The last group may have fewer.
 
-    On rank r, min(m v, 2(p - r - 1) + (v - 1)p + 1) microbatch-chunks are in flight if m is a multiple of p, and at most so many if
-    not. Bubble: (p - 1)/(v m) of the ideal time. A partial last group makes the ranks wait for each other for up to p - (m mod p)
-    further slots per chunk.
+    Rank r has at most min(m v, 2(p - r - 1) + (v - 1)p + 1) microbatch-chunks in flight. It has exactly so many if m is a multiple
+    of p. Bubble: (p - 1)/(v m) of the ideal time. A partial last group makes the ranks wait for up to p - (m mod p) further slots
+    per chunk.
     """
     # A group has passed the first v - 1 chunks after (v - 1)p forwards; then microbatch 0 still has to go down to the
     # last rank and its gradient back up, p - r - 1 slots each way.
@@ -84,7 +85,7 @@ def of_step(config: Config, sizes: ParallelSizes) -> Schedule:
 
 
 def of_config(config: Config, pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Build the training schedule that a configuration names, or read it from the configuration's file, for the given sizes.
+    """Build the configured training schedule for the given sizes, or read it from `schedule.file`.
 
     Raises:
         ScheduleError: the file has a different pp or vpp, or fewer microbatches. If it has more, the first ones are used.
@@ -139,7 +140,7 @@ def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
 
 
 def resolve(name: str, vpp: int) -> str:
-    """Resolve a config's `schedule.name` to a training schedule: `auto` is 1f1b, or interleaved when vpp > 1."""
+    """Resolve the schedule name `auto` to 1f1b, or to interleaved if vpp > 1. Other names are returned as given."""
     if name == "auto":
         return "interleaved" if vpp > 1 else "1f1b"
     return name
@@ -154,9 +155,10 @@ def _require_positive(**sizes: int) -> None:
 
 
 def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) -> list[Action]:
-    """List one pass's actions: microbatches in groups of pp, each group through all `chunks` in the order given.
+    """List one pass's actions, with microbatches in groups of pp.
 
-    The last group is filled up with at most pp - 1 microbatches that do not exist; the caller drops their actions.
+    Each group goes through all `chunks` in the order given. The last group is filled up with microbatches that do not exist. The
+    caller drops their actions.
     """
     return [
         Action(kind, chunk, microbatch)
@@ -169,11 +171,11 @@ def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) ->
 def _warm_up_then_alternate(
     name: str, pp: int, vpp: int, num_microbatches: int, warm_up: Callable[[int], int]
 ) -> Schedule:
-    """Build a schedule: rank r runs `warm_up(r)` forwards, then a forward and a backward in turn, then the other backwards.
+    """Build a schedule from each rank's number of warm-up forwards.
 
-    The order is computed for whole groups of pp microbatches, then actions on microbatches that do not exist are left out. A
-    schedule that cannot deadlock still cannot after actions are removed. (Alternating over a shorter last group does deadlock.
-    With pp 4, vpp 3 and 5 microbatches, rank 0 waits in 2F4 for rank 3, and rank 3 in 1B0 for rank 0.)
+    Rank r runs `warm_up(r)` forwards, then a forward and a backward in turn, then the other backwards. The order is computed for
+    whole groups of pp microbatches, then actions on microbatches that do not exist are left out. Alternating over a shorter last
+    group would deadlock.
     """
     _require_positive(pp=pp, vpp=vpp, microbatches=num_microbatches)
     forwards = _order(Kind.F, pp, range(vpp), num_microbatches)

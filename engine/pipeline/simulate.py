@@ -5,8 +5,8 @@
     rank 0 |F0|F1|   B0  |F2|   B1  | ...          busy
     rank 1    |F0|  B0   |F1|  B1   | ...          span = first start to last end; bubble = 1 - busy / span
 
-A transfer between ranks takes the time `Costs.transfer`; a hand-over within a rank takes none. It never blocks its sender, and
-never waits for bandwidth. With measured F, B, W and transfer times this gives the 1F1B bubbles in 2401.10241, table 5, to 4 digits.
+A transfer between ranks takes `Costs.transfer`, and a hand-over within a rank takes no time. A transfer never blocks its sender,
+and never waits for bandwidth. With measured durations, this gives the 1F1B bubbles in 2401.10241, table 5, to 4 digits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,9 @@ from triaxis.engine.pipeline.actions import Action, Kind, Output, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Durations in any one unit of time (seconds, milliseconds, forwards); one entry per stage.
+    """Durations of actions, with one entry per stage.
+
+    All durations have the same unit of time, such as seconds or forwards.
 
     Attributes:
         forward: duration of F.
@@ -38,7 +40,7 @@ class Costs:
     def uniform(
         cls, num_stages: int, forward: float = 1, input_grad: float = 1, weight_grad: float = 1, transfer: float = 0
     ) -> "Costs":
-        """Give every stage the same costs; by default a backward takes twice as long as a forward, as for matrix products."""
+        """Give every stage the same costs. By default, a backward takes twice as long as a forward."""
         return cls((forward,) * num_stages, (input_grad,) * num_stages, (weight_grad,) * num_stages, transfer)
 
     def of(self, kind: Kind, stage: int) -> float:
@@ -77,7 +79,10 @@ class SimulatedTimeline:
         return sum(interval.end - interval.start for interval in self.intervals[rank])
 
     def bubble_fraction(self, rank: int) -> float:
-        """Compute the part of the span in which the rank waits: (span - busy) / span (2401.10241, section 5.1)."""
+        """Compute (span - busy) / span, the part of the span in which the rank waits.
+
+        2401.10241, section 5.1, defines this fraction.
+        """
         return 1 - self.busy(rank) / self.span
 
     @property

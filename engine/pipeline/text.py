@@ -1,11 +1,11 @@
-"""Writes schedules for people: as text to read and diff, and as a picture for the terminal.
+"""Writes schedules as text, and draws them for the terminal.
 
     schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no          (placement=v where chunks are placed in a V)
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 0F0 0B0 0F1 0B1 0F2 0B2
 
-A lowered program has the group calls in brackets: `>F1@2` sends microbatch 1's activation to stage 2, `<B0@1` receives
-microbatch 0's gradient for stage 1's output. F uses the forward group, B the backward group.
+A lowered program has the group calls in brackets. `>F1@2` sends microbatch 1's activation to stage 2. `<B0@1` receives microbatch
+0's gradient for stage 1's output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def program_to_text(program: Program) -> str:
-    """Write a lowered schedule's text form, to read and diff."""
+    """Write a lowered schedule's text form."""
     return _text(program.schedule, [instruction_tokens(rank, row) for rank, row in enumerate(program.instructions)])
 
 
@@ -51,10 +51,12 @@ def _text(schedule: Schedule, rows: Sequence[Sequence[str]]) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """Read the schedule that `to_text` wrote; empty lines and lines that begin with `#` are skipped.
+    """Read a schedule that `to_text` wrote.
+
+    Empty lines and lines that begin with `#` are skipped. `check` decides whether the schedule makes sense.
 
     Raises:
-        ScheduleError: a line cannot be read. (`check` decides whether the schedule makes sense.)
+        ScheduleError: a line cannot be read.
     """
     return schedules.from_rows(parse_schedule(text))
 
@@ -99,13 +101,13 @@ def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], 
 
 
 def render_timeline(timeline: SimulatedTimeline, width: int | None = None) -> Text:
-    """Draw a timeline: a row per rank, time to the right, idle time dotted.
+    """Draw a timeline with a row per rank, time to the right, and idle time dotted.
 
     Args:
         width: number of screen columns; a longer picture continues below. None: one long picture.
 
     Returns:
-        Text that is readable without its colours too (`.plain`): a cell is `F3`, or `0F3` if ranks have several chunks.
+        Text that is readable without its colours too. A cell is `F3`, or `0F3` if ranks have several chunks.
     """
     rows = timeline.intervals
     labels = [f"rank {rank} " for rank in range(len(rows))]
@@ -132,7 +134,7 @@ def render_timeline(timeline: SimulatedTimeline, width: int | None = None) -> Te
 
 
 def shade(action: Action) -> str:
-    """Choose an action's colour in pictures, as #rrggbb: a hue per kind, darker with the chunk."""
+    """Choose an action's colour in pictures, as #rrggbb. Each kind has a hue, which is darker for later chunks."""
     shades = _COLOURS[action.kind]
     return shades[action.chunk % len(shades)]
 

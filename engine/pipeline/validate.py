@@ -1,12 +1,12 @@
-"""Proves that a schedule, or a lowered program, runs to its end.
+"""Proves that a schedule or a lowered program runs to its end.
 
-**A schedule** must be complete: per stage and microbatch one F, then one B, or one I and later one W; nothing else. It must also be
-possible to order it: if each rank runs its actions in turn, none waits for its input for ever.
+**A schedule** must have one F per stage and microbatch, and then one B, or one I and later one W. If each rank runs its actions in
+turn, no rank may wait for ever.
 
-**A program** must moreover send each needed tensor once, after it exists, and receive it once, before it is needed. Both ranks of a
-pair must group their transfers alike. It must also run to its end under the rules in `triaxis.engine.pipeline.rendezvous`. The
-check assumes NCCL rather than gloo, one hardware queue, and open connections between ring neighbours, as `Topology` leaves them. A
-program with late receives runs while kernels are loaded, so it must also end if every step waits for the whole device.
+**A program** must moreover send and receive each needed tensor once, and in time. Both ranks of a pair must group their transfers
+alike. The program must also run to its end under the rules in `triaxis.engine.pipeline.rendezvous`. The check assumes NCCL, one
+hardware queue, and open connections between ring neighbours. A program with late receives must end even if every step waits for the
+whole device.
 """
 
 from collections import Counter
@@ -39,9 +39,8 @@ class ScheduleFacts:
         peak_in_flight: largest number of microbatch-chunks whose F has started and whose B (or I) has not ended. 0 in a
             forward-only schedule.
         peak_held: largest number of microbatch-chunks whose I has ended and whose W has not.
-        peak_early_receives: largest number of receives, in one direction and chunk, that are posted while an action runs but bring
-            a later action's input. They need buffers besides those of the microbatches in flight. 0 for a schedule that is not
-            lowered.
+        peak_early_receives: largest number of posted receives in one direction and chunk whose consumer is later than the running
+            action. Each needs one more buffer. 0 for a schedule that is not lowered.
         num_transfers: the rank's sends and receives; 0 for a schedule that is not lowered.
     """
 
@@ -82,21 +81,24 @@ def check(subject: Schedule | Program, opened: Collection[Connection] | None = N
 
 
 def ring_connections(pp: int) -> set[Connection]:
-    """List the connections that `Topology` opens before the first step: each rank's with its ring neighbours, both ways."""
+    """List the connections that `Topology` opens before the first step.
+
+    Each rank is connected to its ring neighbours, both ways.
+    """
     pairs = [(rank, (rank + 1) % pp) for rank in range(pp)] if pp > 1 else []
     directions: tuple[Direction, ...] = ("forward", "backward")
     return {(each, *ends) for each in directions for a, b in pairs for ends in ((a, b), (b, a))}
 
 
 def rules_for(receives: Receives, opened: Collection[Connection]) -> Rules:
-    """Build the rules under which a program must end; with late receives, each step moreover waits for the device."""
+    """Build the rules under which a program must end. With late receives, each step also waits for the whole device."""
     return Rules(opened=opened, steps_synchronize=receives == "late", one_queue=True)
 
 
 def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list[tuple[Rules, str, str]]:
     """List (rules, cause, remedy), from the most lenient rules to the strictest.
 
-    Cause and remedy belong to a deadlock that occurs under these rules but under none of the earlier ones.
+    Cause and remedy explain a deadlock that occurs under these rules, but under none of the earlier ones.
     """
     explained = [
         (
@@ -127,7 +129,7 @@ def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list
 
 
 def _by_peer(rank: int, transfers: Sequence[Transfer]) -> list[frozenset[Transfer]]:
-    """Group a call's transfers by the peer of `rank`; leave out peers with a single transfer."""
+    """Group a call's transfers by the peer of `rank`. Peers with a single transfer are left out."""
     peers: dict[int, list[Transfer]] = {}
     for transfer in transfers:
         peers.setdefault(transfer.source + transfer.destination - rank, []).append(transfer)
@@ -157,7 +159,7 @@ class _Checker:
     # --- the actions -----------------------------------------------------------------------------------------------
 
     def check_actions(self) -> None:
-        """Check that every action exists once in this schedule, after the action that it continues, and that none is missing."""
+        """Check that every action exists exactly once, after the action that it continues."""
         if len(self.rows) != self.placement.pp:
             raise ScheduleError(
                 f"schedule {self.schedule.name} has {len(self.rows)} rows for pp {self.placement.pp}: a row per rank. "
@@ -233,7 +235,7 @@ class _Checker:
     # --- the transfers ---------------------------------------------------------------------------------------------
 
     def check_transfers(self) -> None:
-        """Check that every needed tensor, and no other, is sent once after it exists and received once before it is needed."""
+        """Check that exactly the needed tensors are sent and received, once and in time."""
         needed = self._needed_transfers()
         posted: dict[tuple[int, Transfer], Place] = {}
         for rank, row in enumerate(self.rows):
@@ -255,7 +257,7 @@ class _Checker:
                     )
 
     def _needed_transfers(self) -> dict[Transfer, tuple[Place, Place]]:
-        """Find the transfers that are needed between ranks, with the places of their producer and consumer."""
+        """Find the needed transfers, with the places of their producers and consumers."""
         needed = {}
         for (stage, kind, microbatch), consumer in self.where.items():
             action = Action(kind, self.placement.chunk_of(stage), microbatch)
@@ -306,7 +308,7 @@ class _Checker:
     # --- the grouping ----------------------------------------------------------------------------------------------
 
     def check_grouping(self) -> None:
-        """Check that both ends of a pair group its transfers alike; NCCL does not define what happens otherwise."""
+        """Check that both ends of a pair group their transfers alike."""
         # Only calls with several transfers between one pair can be grouped differently at the other end.
         grouped: dict[tuple[int, frozenset[Transfer]], Place] = {}
         for rank, row in enumerate(self.rows):
@@ -328,7 +330,10 @@ class _Checker:
     # --- the execution ---------------------------------------------------------------------------------------------
 
     def execute(self) -> None:
-        """Execute the program under all its rules at once; if it does not end, execute it under fewer rules to name the cause."""
+        """Execute the program under all its rules, and fail if it does not end.
+
+        An execution under fewer rules finds the cause.
+        """
         rows = {rank: self._row(rank) for rank in range(len(self.rows))}
         if not self.is_lowered:
             if isinstance(failure := execute(rows, {}), Stuck):

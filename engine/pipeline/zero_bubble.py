@@ -1,7 +1,7 @@
 """Builds schedules whose weight gradients fill the bubble.
 
 rank 0 of 3, 1F1B     F0 F1 F2 ........ B0    F3 B1    ...       B = I and W
-             ZB-H1    F0 F1 F2 ...... I0 W0   F3 I1 W1 ...       ranks 1 and 2 ran their I0 before any W
+             ZB-H1    F0 F1 F2 ...... I0 W0   F3 I1 W1 ...
 
 rank 0 of 2, ZBV      0F0 0F1 0F2 1F0 1I0 1W0 1F1 1I1 1W1 0F3 0I0 0W0 1F2 1I2 1W2 ...     chunk 0: stage 0, chunk 1: stage 3
 rank 1                    0F0 1F0 0F1 1F1 1I0 1W0 0F2 0I0 0W0 1F2 1I1 1W1 ...             stages 1 and 2
@@ -15,12 +15,12 @@ from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
 def zb_h1(schedule: Schedule) -> Schedule:
-    """Turn 1F1B into ZB-H1 (2401.10241, section 3 and figure 2): split each backward and run its weight gradients later.
+    """Turn 1F1B into ZB-H1 (2401.10241, section 3 and figure 2).
 
-    A rank sends its input gradient on before it computes its weight gradients. The previous rank thus starts earlier, and weight
-    gradients fill the end of the step. Rank r holds back the weight gradients of at most r microbatches. Microbatches in flight and
-    held back are together at most p, the number of ranks, as on 1F1B's first rank. The bubble is (p - 1)(T_F + T_B - T_W), with the
-    times of a forward, an input gradient alone (T_B) and weight gradients.
+    A rank sends its input gradient on before it computes its weight gradients. Rank r holds back the weight gradients of at most r
+    microbatches. Microbatches in flight and held back are together at most p, the number of ranks.
+
+        bubble = (p - 1)(T_F + T_B - T_W)          T_B is the time of an input gradient alone
     """
     rows = []
     for rank, actions in enumerate(schedule.actions):
@@ -39,14 +39,13 @@ def zb_h1(schedule: Schedule) -> Schedule:
 
 
 def zbv(pp: int, num_microbatches: int) -> Schedule:
-    """Build the ZBV schedule (2401.10241, section 6): two half-stages per rank in a V; weight gradients fill the bubble.
+    """Build the ZBV schedule (2401.10241, section 6), with two half-stages per rank in a V.
 
-    A microbatch passes the turn on the last rank and comes back to the first, where its backward starts. If F, I and W take equally
-    long, a rank waits p - 1 half-stage forwards, before its first forward or after its last action. A rank has at most 2 p
-    half-stage microbatches in flight or held back, p being the number of ranks. That is as much as the p microbatches on 1F1B's
-    first rank.
+    A microbatch turns on the last rank and comes back to the first, where its backward starts. A rank has at most 2 p half-stage
+    microbatches in flight or held back, p being the number of ranks. That is as much as the p microbatches on 1F1B's first rank. If
+    F, I and W take equally long, a rank idles for the time of p - 1 half-stage forwards.
 
-    The order is computed for at least 2 p - 1 microbatches, then actions on microbatches that do not exist are left out.
+    The order is computed for at least 2 p - 1 microbatches. Actions on microbatches that do not exist are left out.
     """
     most = max(2 * pp - 1, num_microbatches)
     rows = (tuple(a for a in _zbv_row(pp, rank, most) if a.microbatch < num_microbatches) for rank in range(pp))
@@ -54,7 +53,7 @@ def zbv(pp: int, num_microbatches: int) -> Schedule:
 
 
 def _zbv_row(pp: int, rank: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield a rank's actions: fill the V, then a forward and a backward of each chunk in turn, then the rest."""
+    """Yield a rank's actions in order."""
     done: Counter[tuple[Kind, int]] = Counter()
 
     def each(chunk: int, *kinds: Kind) -> Iterator[Action]:

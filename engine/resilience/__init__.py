@@ -1,1 +1,4 @@
-"""Detect and handle faults during training: hangs, numbers that are not finite, replicas that differ."""
+"""Detects and handles faults during training.
+
+The faults are hangs, numbers that are not finite, and replicas that differ.
+"""

@@ -1,13 +1,12 @@
-"""The judgement of each step: continue, skip its update, return to a checkpoint, or stop the run.
+"""Decides after each step whether to continue, skip its update, roll back or stop.
 
-    fp16 gradients overflow                                               continues: the loss scale falls
-                                                                          (`engine/optimizer/loss_scale.py`)
+    fp16 gradients overflow                                               continues with a lower loss scale
     a loss or gradient norm far above those of the last steps             continues without that update (`StepLimits`)
     no label in the global batch is counted                               continues without that update
-    a loss or gradient that is not finite, or a loss above its limit      resilience.on_nonfinite
+    a loss or gradient that is not finite, or a loss above its limit      does what resilience.on_nonfinite says
         stop        no update from that step on; the error names the first rank and module
         skip        no update in that step; its samples stay consumed
-        rollback    `engine/resilience/rollback.py`
+        rollback    returns to a checkpoint (`engine/resilience/rollback.py`)
     replicated weights that differ                                        always stops
 
 All ranks read the same numbers for the same step at the same point in the loop, so they decide alike.
@@ -30,7 +29,7 @@ from triaxis.engine.telemetry.record.events import EventKind
 
 
 class GuardNotices(Protocol):
-    """Receiver of a guard's events; every rank's guard calls its own receiver, with the same arguments."""
+    """Receiver of a guard's events, called on every rank with the same arguments."""
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None: ...
 
@@ -48,7 +47,7 @@ class Guard:
     Args:
         engine: engine that runs the steps.
         history: the run's recent losses, skipped samples and rollbacks (`triaxis.engine.checkpoint.history`).
-        open_batches: function that opens this rank's batches after a number of consumed samples, to repeat a step.
+        open_batches: function (number of consumed samples) -> this rank's batches from that point on, to repeat a step.
         notices: receiver of the events.
     """
 
@@ -65,7 +64,7 @@ class Guard:
         self._last_alike: int | None = None
 
     def limits(self, step: int) -> StepLimits:
-        """Return the largest loss and gradient norm with which step `step` (from 0) may update the weights."""
+        """Return the limits for the loss and gradient norm in step `step`, from 0."""
         return self._history.limits(step, self._config)
 
     def before_update(self, step: int) -> None:
@@ -75,7 +74,9 @@ class Guard:
             self._replicas.post(step)
 
     def judge(self, step: int, result: StepResult) -> None:
-        """Judge a step by its numbers, and report any trouble; the caller passes the steps in order.
+        """Judge a step by its numbers, and report any trouble.
+
+        The caller passes the steps in order.
 
         Raises:
             DivergenceError: the run cannot continue.

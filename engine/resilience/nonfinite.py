@@ -1,16 +1,15 @@
-"""The search for the first non-finite value: the step is repeated under hooks, and all ranks agree on the earliest.
+"""Finds a step's first non-finite value by repeating the step under hooks.
 
-A non-finite step has changed no weight, dropout masks are hashes of sample ids, and nothing else is random. So the same
-microbatches give the same values again. While they run, each rank checks
+A non-finite step has changed no weight, and dropout masks are hashes of sample ids. So the same microbatches give the same values
+again. While they run, each rank checks
 
     weights                          before anything runs
     outputs of modules, forward      in execution order; inner modules before those that contain them
     gradients, backward              those that arrive at module outputs, and main grads as they accumulate
 
-Then the earliest non-finite value on any rank is reported. Weights come first, then each microbatch's forward from the first stage
-to the last and its backward from the last stage to the first; ties are ordered by rank. (One tp rank's value reaches the
-other tp ranks one collective later, and a stage's value reaches the next stage later, so such copies are later in this order. Other
-data-parallel ranks never see the value before the gradients are summed.)
+Then the earliest non-finite value on any rank is reported. Weights come first. Each microbatch's forward follows, from the first
+stage to the last, and then its backward in reverse. Ties are ordered by rank. Copies that reach other tp ranks or stages come later
+in this order.
 """
 
 import json
@@ -33,7 +32,7 @@ _FORWARD, _BACKWARD = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One checked value: its place in the order that the module describes, and whether it is finite (a bool on the device)."""
+    """One checked value, with its place in the order that the module describes."""
 
     order: tuple[int, ...]
     what: str
@@ -47,8 +46,8 @@ class FirstNonFinite:
 
     Attributes:
         rank: rank that produced the value; None if no rank finds a non-finite value.
-        what: description, such as "the output of layers.2.mlp (stage 0) in the forward of microbatch 3"; if `rank` is None, what it
-            means that no value was found.
+        what: description, such as "the output of layers.2.mlp (stage 0) in the forward of microbatch 3". If `rank` is None, it says
+            why no value may have been found.
         sample_ids: the microbatch's sample ids; empty if the value belongs to no microbatch.
     """
 
@@ -64,16 +63,13 @@ class FirstNonFinite:
 
 
 def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
-    """Repeat a step's forward and backward and find the first non-finite value; every rank calls it.
+    """Repeat a step's forward and backward, and find the first non-finite value.
 
-    Main grads are overwritten; weights stay as they are.
+    Every rank calls this function and gets the same finding. Main grads are overwritten, and weights stay as they are.
 
     Args:
         engine: engine that holds the step's weights, or the nearest weights that still exist.
         microbatches: this rank's microbatches in the step.
-
-    Returns:
-        The same finding on every rank.
     """
     watch = _Watch(engine, microbatches)
     with watch.open():
@@ -96,7 +92,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
 
 
 class _Watch:
-    """The checks of one rank's values in one repeated step; nothing is read from the device before `first`."""
+    """The checks of one rank's values in one repeated step. Only `first` reads from the device."""
 
     def __init__(self, engine: Engine, microbatches: Sequence[Any]) -> None:
         self._engine = engine
@@ -185,7 +181,7 @@ class _Watch:
 def module_title(chunk: nn.Module, path: str) -> str:
     """Find a module's global name, such as `layers.5.mlp` for `blocks.1.mlp`.
 
-    The outermost module on the path with a `name` gives the beginning; the rest of the path follows it.
+    The name begins with the `name` of the outermost module that has one. The rest of the path follows.
     """
     parts = path.split(".") if path else []
     for depth in range(1, len(parts) + 1):

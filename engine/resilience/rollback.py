@@ -1,10 +1,10 @@
-"""A run's automatic return to a checkpoint (requested by `triaxis.engine.train.train`).
+"""Returns a run to a checkpoint from before a bad step.
 
     .. | step 40, saved | 41 | 42 | 43 is not finite     ->     load step 40 | 41 | 42 | 43 on the next samples | ..
 
 Weights, moments and the position in the data come from the newest checkpoint before the step. The step's samples are skipped from
-now on (`engine/data/skipped.py`), so the run equals one that was configured from the start to skip these samples. They are recorded
-next to the checkpoints before anything is loaded, and in every later checkpoint.
+now on (`engine/data/skipped.py`). So the run equals one that was configured from the start to skip these samples. The skipped
+samples are recorded next to the checkpoints before anything is loaded, and in every later checkpoint.
 """
 
 from pathlib import Path
@@ -46,7 +46,9 @@ class Rollback:
         self._notices = notices
 
     def __call__(self, request: RollbackRequested) -> TrainingState:
-        """Load the newest checkpoint before the requested step, and skip that step's samples from now on; every rank calls it.
+        """Load the newest checkpoint before the requested step, and skip that step's samples.
+
+        Every rank calls this method.
 
         Raises:
             DivergenceError: the run has already used up its rollbacks (`resilience.max_rollbacks`).

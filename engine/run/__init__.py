@@ -1,1 +1,1 @@
-"""What a run does around its steps: keep a directory, validate, collect garbage."""
+"""Keeps a run's directory, validates, and collects garbage between steps."""

@@ -1,28 +1,28 @@
-"""The run directory: everything that a run writes.
+"""Lays out and manages the run directory, which holds everything that a run writes.
 
-    runs/<name>/                  name: runtime.name, else the config's stem; under SLURM <stem>-<jobid>, which requeues keep
+    runs/<name>/                  name from runtime.name or the config's stem; under SLURM <stem>-<jobid>
         config.yaml               resolved configuration with every default, from the last attempt that began
-        extension/0123456789abcdef/   sources of `model.extension`, by the first 16 digits of their digest
+        extension/0123456789abcdef/   sources of `model.extension`, named by 16 digits of their digest
         metrics.jsonl             one object per step, appended over all attempts
-        events/node_00000.jsonl   starts, ends, validations, faults; a file per node (`triaxis.engine.telemetry.record.events`)
+        events/node_00000.jsonl   starts, ends, validations and faults, in one file per node
         logs/attempt_00/rank_00003.log
-        logs/attempt_00/banner.json                              the attempt's banner; the next attempt shows what differs
-        profile/attempt_00/rank_00003.steps_10_to_12.json.gz     with telemetry.profile
-        timeline.json  timeline/attempt_00/rank_00003.json       with telemetry.timeline: all ranks' rows, and one rank's row
+        logs/attempt_00/banner.json                              the attempt's banner
+        profile/attempt_00/rank_00003.steps_10_to_12.json.gz     a rank's trace, with telemetry.profile
+        timeline.json                                            all ranks' rows, with telemetry.timeline
+        timeline/attempt_00/rank_00003.json                      one rank's row
         memory/attempt_00/rank_00003.pickle                      allocator snapshot of a rank that ran out of GPU memory
-        hangs/attempt_00/report.json                             after a hang: which rank waits for which
+        hangs/attempt_00/report.json                             after a hang, which rank waits for which
         wandb/  wandb_id          one wandb run over all attempts
         wandb_alerted             number of bytes of each file in events/ for which alerts were sent
         tensorboard/
-        checkpoints/              unless checkpoint.dir is set (`engine/checkpoint/directory.py`)
-        saved                     JSON; exists after the first checkpoint: no later attempt starts from random weights unasked
-        finished                  JSON; exists after the last step
+        checkpoints/              unless checkpoint.dir is set
+        saved                     JSON, written after the first checkpoint; later attempts then resume
+        finished                  JSON, written after the last step
         starting_over             exists while a start from scratch was requested and has not begun yet
         lock                      held by rank 0 while the run lives
 
-Rank 0 calls `RunDirectory.create` and sends the attempt's number to the other ranks, which call `RunDirectory.join`. Once its
-engine is built and its checkpoint loaded, rank 0 calls `RunDirectory.begin`; an attempt that fails before leaves only its log.
-`engine/run/entries.py` defines the entries and checks them.
+Rank 0 calls `RunDirectory.create` and sends the attempt's number to the other ranks, which call `RunDirectory.join`. Rank 0 calls
+`RunDirectory.begin` once its engine is built and its checkpoint loaded. An attempt that fails before leaves only its log.
 """
 
 import json
@@ -47,14 +47,12 @@ from triaxis.engine.storage.user_module import keep
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
-    """Return the run's name: `runtime.name`; if it is not set, the config file's stem, followed by the job id under SLURM.
-
-    A requeued job keeps its id, so it finds the directory that its earlier attempts used.
+    """Return the run's name: `runtime.name`, else the config's stem, followed by the job id under SLURM.
 
     Args:
         config: resolved configuration.
         stem: stem of the config's path ("gpt_tiny").
-        variables: environment variables; SLURM_JOB_ID is read (each task of a job array has its own).
+        variables: environment variables; SLURM_JOB_ID is read (a requeued job keeps its id).
     """
     if config.runtime.name is not None:
         return config.runtime.name
@@ -67,12 +65,12 @@ class RunDirectory:
 
     Attributes:
         path: the directory.
-        attempt: this attempt's number, from 0; if the run is finished, its last attempt's number.
+        attempt: this attempt's number, from 0; the last attempt's number if the run is finished.
         finished: results that `finish` wrote; None while the run is not finished.
         from_scratch: whether this attempt begins at step 0 even if checkpoints exist; set on rank 0 alone.
-        swept: names of half-written checkpoints of dead attempts, which `begin` removed.
+        swept: names of half-written checkpoints that `begin` removed.
         set_aside: folder to which `begin` moved the checkpoints for a start from scratch; None if it moved none.
-        num_losses: number of times rank 0 has found the directory or the checkpoint folder removed or moved.
+        num_losses: number of times that rank 0 found the directory or the checkpoint folder removed or moved.
     """
 
     def __init__(self, path: Path, attempt: int, finished: Mapping[str, Any] | None) -> None:
@@ -91,9 +89,9 @@ class RunDirectory:
     def create(cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False) -> "RunDirectory":
         """Open the directory for a new attempt, on rank 0.
 
-        If the run is finished, `from_scratch` is not set and the configuration plans no more steps, the directory stays as it is:
-        `finished` holds the results, and no attempt starts. In any other case, only the locks, `logs/` and `starting_over` change
-        before `begin`.
+        If the run is finished and the configuration plans no more steps, the directory stays as it is. `finished` then holds the
+        results, and no attempt starts. `from_scratch` starts one all the same. Before `begin`, only the locks, `logs/` and
+        `starting_over` change.
 
         Args:
             config: this attempt's configuration; `engine/checkpoint/resume_rules.py` has the rules for changes between attempts.
@@ -104,8 +102,8 @@ class RunDirectory:
         Raises:
             StorageError: the directory or the checkpoint folder cannot be written.
             TriaxisError: the name is not a folder name; the directory is a link, or an entry links to a place outside; an entry is
-                damaged or foreign; the directory holds steps of a run with another configuration (an attempt without a step does
-                not count); checkpoint.dir is in another run's directory; or a live run has locked one of the two folders.
+                damaged or foreign; the directory holds steps of a run with another configuration; checkpoint.dir is in another
+                run's directory; or a live run has locked one of the two folders.
         """
         path = _path_of(runs_dir, name)
         run = cls(path, 0, None)
@@ -157,10 +155,10 @@ class RunDirectory:
         self._config = config
 
     def put_back(self) -> None:
-        """Restore the directory and the locks if they were removed or moved during this run. Rank 0 calls it, after `begin`.
+        """Restore the directory and the locks if they were removed or moved during this run.
 
-        `num_losses` counts such losses. A removed directory's content stays lost. But `saved` is written again if the checkpoints
-        still exist in another folder, because the next attempt would otherwise start from random weights.
+        Rank 0 calls it, after `begin`. A removed directory's content stays lost. But `saved` is written again if the checkpoints
+        still exist in another folder.
 
         Raises:
             TriaxisError: another live run has locked one of the folders meanwhile.
@@ -201,7 +199,7 @@ class RunDirectory:
         return None
 
     def _check(self, config: Config, *, from_scratch: bool) -> Mapping[str, Any] | None:
-        """Refuse a directory in which this attempt cannot run; return the results if the run is finished, else None.
+        """Refuse a directory in which this attempt cannot run. Return the results if the run is finished, else None.
 
         Raises:
             TriaxisError: see `create`.
@@ -230,7 +228,7 @@ class RunDirectory:
             run_entries.check_kinds_of_checkpoints(folder)
 
     def _lock_checkpoints(self, config: Config) -> None:
-        """Lock the checkpoint folder against other runs, which may use it through `checkpoint.dir`."""
+        """Lock the checkpoint folder against other runs with the same `checkpoint.dir`."""
         folder = self.checkpoints(config).path
         with _explaining_checkpoints(folder):
             if config.checkpoint.saves:
@@ -258,7 +256,7 @@ class RunDirectory:
 
         Args:
             from_scratch: whether the user asked for a start from scratch.
-            is_first_start: whether this is the command's first start. A restarted command resumes from what it has saved since.
+            is_first_start: whether this is the command's first start; a restarted command resumes from its checkpoints.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -267,7 +265,7 @@ class RunDirectory:
 
     @classmethod
     def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
-        """Return the directory object for a rank other than 0, whether or not its node shares the first node's files."""
+        """Return the directory object for a rank other than 0. Its node need not share the first node's files."""
         return cls(_path_of(runs_dir, name), attempt, None)
 
     def checkpoints(self, config: Config) -> CheckpointDirectory:
@@ -284,11 +282,11 @@ class RunDirectory:
         return self.path / "timeline" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.json"
 
     def memory_snapshot(self, rank: int) -> Path:
-        """Return the path of a rank's allocator snapshot, written when it runs out of GPU memory."""
+        """Return the path of a rank's allocator snapshot."""
         return self.path / "memory" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.pickle"
 
     def hang(self) -> Path:
-        """Return the folder for this attempt's hang reports (`engine/resilience/hang/watch.py`)."""
+        """Return the folder for this attempt's hang reports."""
         return self.path / "hangs" / f"attempt_{self.attempt:02d}"
 
     def rank_log(self, rank: int) -> Path:
@@ -316,11 +314,11 @@ class RunDirectory:
 
     @property
     def has_saved(self) -> bool:
-        """Whether an attempt in this run has completed a checkpoint."""
+        """Whether an attempt has completed a checkpoint."""
         return (self.path / SAVED).exists()
 
     def mark_saved(self, folder: Path, step: int) -> None:
-        """Record that a checkpoint exists: from now on the run resumes, and starts from random weights only if asked to.
+        """Record that a checkpoint exists, so that later attempts resume.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its place.
@@ -337,7 +335,7 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     def finish(self, **results: Any) -> None:
-        """Mark the run as finished: write `results` (steps, loss, val_loss, ...) as JSON, atomically.
+        """Mark the run as finished, and write `results` (steps, loss, val_loss, ...) as JSON, atomically.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its place.
@@ -349,7 +347,7 @@ class RunDirectory:
         self.finished = results
 
     def finished_message(self, config: Config) -> str:
-        """Format the message for a start of a finished run: its results, and how to lengthen it or start another run.
+        """Format the message for a start of a finished run.
 
         Args:
             config: configuration for this start.
@@ -369,7 +367,7 @@ class RunDirectory:
         )
 
     def next_start(self, config: Config) -> str:
-        """Describe, in a clause, what the same command will do when it is started again."""
+        """Describe, in a clause, what the same command will do at its next start."""
         try:
             newest = max(self.checkpoints(config).steps(), default=0)
         except OSError as error:
@@ -379,14 +377,14 @@ class RunDirectory:
         return f"the same command goes on from step {newest:,}"
 
     def close(self) -> None:
-        """Release the locks. If this process dies, the kernel releases them."""
+        """Release the locks. The kernel releases them if this process dies."""
         for lock in self._locks:
             lock.close()
         self._locks.clear()
 
 
 def _path_of(runs_dir: str | Path, name: str) -> Path:
-    """Return the run directory's path; this is the only place that turns a name into a path.
+    """Return the run directory's path.
 
     Raises:
         TriaxisError: the name is not a single folder in `runs_dir`, or the folder is a link.

@@ -1,7 +1,7 @@
-"""The entries of a run directory: their names, and checks on what is there.
+"""Names the entries of a run directory and checks what is there.
 
-Crashes, full disks and people leave a directory in any state, so all entries are checked before any is opened. Otherwise a FIFO
-would block a rank forever, and a folder in a file's place would end the run hours later.
+Crashes, full disks and people leave a directory in any state. So all entries are checked before any is opened: a FIFO would block a
+rank forever.
 """
 
 import os
@@ -47,7 +47,7 @@ _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 
 
 def next_attempt(path: Path) -> int:
-    """Return the next attempt's number, from 0; entries in `logs/` with other names are ignored."""
+    """Return the next attempt's number, from 0. Other names in `logs/` are ignored."""
     return max(_attempts(path), default=-1) + 1
 
 
@@ -67,12 +67,12 @@ def events_file(run: Path, node: int) -> Path:
 
 
 def events_files(run: Path) -> list[Path]:
-    """Return a run directory's event files in the order of the nodes; an `events.jsonl` by an earlier version comes first."""
+    """Return a run directory's event files in the order of the nodes. An earlier version's `events.jsonl` comes first."""
     return [path for path in (run / OLD_FILE,) if path.is_file()] + sorted((run / EVENTS).glob("node_*.jsonl"))
 
 
 def check_links(path: Path) -> None:
-    """Refuse links that lead out of the run directory: a run writes only where its configuration allows.
+    """Refuse links that lead out of the run directory.
 
     Raises:
         TriaxisError: some links lead out of the directory; the message names them.
@@ -92,10 +92,10 @@ def _resolved(path: Path) -> Path:
 
 
 def check_kinds(path: Path) -> None:
-    """Refuse entries in a run directory that are not what they should be: a FIFO as `finished`, a folder as `metrics.jsonl`.
+    """Refuse entries of the wrong kind in a run directory.
 
     Raises:
-        TriaxisError: some entries are of another kind; the message names all of them.
+        TriaxisError: some entries are of another kind, such as a folder; the message names all of them.
         OSError: an entry cannot be examined.
     """
     found = [*_of_other_kind(path, FILES, stat.S_IFREG), *_of_other_kind(path, FOLDERS, stat.S_IFDIR)]
@@ -106,10 +106,10 @@ def check_kinds(path: Path) -> None:
 
 
 def check_kinds_of_checkpoints(folder: Path) -> None:
-    """Refuse `latest`, `skipped.json` and the lock in a checkpoint folder if they are not regular files.
+    """Refuse entries in a checkpoint folder that should be regular files but are not.
 
     Raises:
-        TriaxisError: some are of another kind; the message names all of them.
+        TriaxisError: `latest`, `skipped.json` or the lock is of another kind; the message names all of them.
         OSError: an entry cannot be examined.
     """
     _refuse(folder, list(_of_other_kind(folder, (LATEST, SKIPPED, LOCK), stat.S_IFREG)))
@@ -135,7 +135,7 @@ def _of_other_kind(folder: Path, names: tuple[str, ...], kind: int) -> Iterator[
 
 
 def has_results(path: Path) -> bool:
-    """Whether an attempt has completed a step. If so, an attempt with another configuration would mix two runs."""
+    """Whether an attempt has completed a step."""
     metrics = path / METRICS
     return (path / CONFIG).is_file() and metrics.is_file() and metrics.stat().st_size > 0
 
@@ -164,9 +164,9 @@ def check_same_config(path: Path, config: Config) -> None:
 
 
 def read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
-    """Read a finished run's results.
+    """Read a finished run's results; None if the run is not finished.
 
-    None if the run is not finished, or if the configuration now plans more steps and the run has saved a checkpoint to resume from.
+    A run with a saved checkpoint is not finished if the configuration now plans more steps.
 
     Raises:
         TriaxisError: `finished` is damaged.
@@ -214,7 +214,7 @@ def check_checkpoint_folder(folder: Path, run: Path) -> None:
         run: this run's directory; folders inside it are fine.
 
     Raises:
-        TriaxisError: the folder is this run's directory, or lies in another run's directory, which the message names.
+        TriaxisError: the folder is this run's directory, or lies in another run's.
         OSError: the path cannot be followed.
     """
     resolved, own = _resolved(folder), _resolved(run)
@@ -241,7 +241,7 @@ def _is_run(path: Path) -> bool:
 
 
 def known_wandb_id(path: Path) -> str | None:
-    """Return the id of the run's wandb page; None if the file is missing or does not hold exactly one line."""
+    """Return the id of the run's wandb page. None if the file does not hold exactly one line."""
     try:
         text = read_regular(path, 1024).decode().strip()
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Python's cyclic garbage collector, run between steps, on all ranks after the same step.
+"""Runs Python's cyclic garbage collector between steps, on all ranks after the same step.
 
-The automatic collector would run in the middle of a forward, on each rank at a different moment. All other ranks would then wait in
-their next collective. Tensors are freed by reference counts, so little is left to collect.
+The automatic collector would run on each rank at a different moment, while all other ranks wait in a collective. Tensors are freed
+by reference counts, so little is left to collect.
 """
 
 import gc
@@ -9,9 +9,9 @@ from types import TracebackType
 
 
 class GarbageCollection:
-    """A context in which the automatic collector is off; `after_step` collects.
+    """A context without the automatic collector; `after_step` collects instead.
 
-    Objects that exist at entry (modules, the model) are not examined until exit.
+    Objects that exist at entry are not examined until exit.
 
     Args:
         interval: number of steps from one collection to the next.

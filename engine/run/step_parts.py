@@ -1,4 +1,4 @@
-"""Names of the training loop's parts, and the base class of watchers, which are called when a part begins."""
+"""Names the training loop's parts, and defines the base class of their watchers."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ from triaxis.engine.pipeline.lowering import Instruction
 
 
 class StepPart(StrEnum):
-    """A part of a training step, or of the time between steps. Its value names it in records, traces and reports."""
+    """A part of a training step, or of the time between steps."""
 
     DATA = "data"
     FORWARD_BACKWARD = "forward_backward"
@@ -26,7 +26,7 @@ class StepWatcher:
     """A watcher of a rank's steps. A subclass overrides the methods that it needs; the others do nothing."""
 
     def begin(self, steps_made: int) -> None:
-        """Called when the run starts, or continues after a rollback; `steps_made` is the number of completed steps."""
+        """Called when the run starts, or continues after a rollback, with the number of completed steps."""
 
     def enter(self, part: StepPart) -> None:
         """Called when the loop enters `part`."""
@@ -35,4 +35,4 @@ class StepWatcher:
         """Called before the executor runs each instruction, and with None after the last one."""
 
     def close(self) -> None:
-        """Called when the run is over, perhaps because of an error; finish whatever is open."""
+        """Called when the run is over, perhaps because of an error. Finish whatever is open."""

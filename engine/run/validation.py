@@ -1,13 +1,13 @@
-"""The validations of a run: their schedule, and an early end when the ranks agree to stop.
+"""Runs a run's validations, and ends them early when the ranks agree to stop.
 
     batch k        post the batch's forwards, then a sum of all ranks' stop flags
     batch k + 1    post the batch's forwards, then read the sum that was posted after batch k
 
-The sum has two numbers and is read one batch late, so the pipeline does not drain between batches. A signal during batch k
-therefore ends every rank's validation after batch k + 1, just as a step's flags end training one step later.
+The sum is read one batch late, so the pipeline does not drain between batches. A signal during batch k ends every rank's validation
+after batch k + 1.
 
-An incomplete validation has no loss. Nothing is reported for it, and its step's checkpoint records that the validation is still
-due. The next attempt runs this validation before its first step, with the same weights and batches.
+An incomplete validation reports no loss. Its step's checkpoint records that the validation is still due. The next attempt runs this
+validation before its first step, with the same weights and batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from triaxis.engine.step import Engine
 
 
 class StepSource(Protocol):
-    """A source of global batches in order (`triaxis.engine.data.loader.Batches`)."""
+    """A source of global batches in order."""
 
     consumed_samples: int
 
@@ -42,7 +42,7 @@ class Validation:
 
     Args:
         engine: engine whose weights are validated.
-        open_batches: function that opens the validation batches from their start; None if the run has no validation.
+        open_batches: function () -> the validation batches from their start; None if the run has no validation.
         observer: receiver of the loss, or of the report that there is no loss.
         stop: this rank's stop requests.
     """

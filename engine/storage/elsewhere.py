@@ -1,6 +1,6 @@
-"""Recognizes data that is not on this machine, and explains how to get it; nothing is downloaded.
+"""Recognizes data that is not on this machine, and explains how to get it.
 
-Such data are URLs in place of a path, and pointer files (Git LFS) that stand for large files.
+Such data are URLs in place of a path, and pointer files (Git LFS) in place of large files. Nothing is downloaded.
 """
 
 import os
@@ -33,17 +33,17 @@ MOST_NAMES = 512
 
 
 def as_typed(path: str | Path) -> str:
-    """Return a path's text as the user typed it: pathlib shortens `s3://` to `s3:/`, and this restores the slash."""
+    """Return a path as the user typed it. pathlib shortens `s3://` to `s3:/`; the slash is restored."""
     return _LOST_SLASH.sub(r"\1://", str(path))
 
 
 def why_no_path(name: str | Path) -> str:
-    """Explain why a text cannot be a path on this machine, and what to do; "" if it can."""
+    """Explain why a text cannot be a path on this machine; "" if it can."""
     return how_to_bring(name).strip() if _ADDRESS.match(str(name)) else why_too_long(name)
 
 
 def why_too_long(name: str | Path) -> str:
-    """Explain why a text is too long for a path, and what to do; "" if it is not."""
+    """Explain why a text is too long for a path; "" if it is not."""
     content = os.fsencode(name)
     names = content.split(b"/")
     if len(content) <= MOST_BYTES and len(names) <= MOST_NAMES and max(map(len, names)) <= MOST_NAME_BYTES:
@@ -55,11 +55,11 @@ def why_too_long(name: str | Path) -> str:
 
 
 def how_to_bring(name: str | Path) -> str:
-    """Explain how to copy something from another machine to a local folder; "" if `name` is a path.
+    """Explain how to copy something from another machine; "" if `name` is a path.
 
     Args:
-        name: an address (`s3://bucket/x`, `hf://owner/name`, also in pathlib's form `s3:/bucket/x`), or `owner/name` on the
-            Hugging Face Hub.
+        name: an address (`s3://bucket/x`, `hf://owner/name`, also in pathlib's form `s3:/bucket/x`), or `owner/name` on the Hugging
+            Face Hub.
     """
     text = str(name)
     match = _ADDRESS.fullmatch(text)
@@ -74,7 +74,9 @@ def how_to_bring(name: str | Path) -> str:
 
 
 def pointer_of(path: Path) -> tuple[str, str] | None:
-    """Return the tool that put a pointer in a file's place, and the command that fetches the file; None if it is no pointer.
+    """Return (tool, command) for a pointer file, or None for any other file.
+
+    The tool put the pointer in the file's place; the command fetches the file.
 
     Raises:
         OSError: the path cannot be read.

@@ -1,4 +1,4 @@
-"""Writes files that are complete or absent, and locks work that one process on a node does for all.
+"""Writes files that are complete or absent, and locks work that one process does per node.
 
     write:  path.partial  --write, flush, fsync-->  --rename-->  path  --fsync of the folder-->  it survives a power cut
     build:  rank 0, 1, ... of a node  --flock on one lock file-->  the first builds, the others find it built
@@ -20,8 +20,7 @@ HASH_BLOCK_BYTES = 8 * 2**20
 def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write `parts` in order as the new content of `path`: all of it, or nothing.
 
-    The temporary name contains the host name and process id, so that writers without a common lock use different files; the later
-    rename wins.
+    Writers without a common lock do not disturb each other; the later rename wins.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full; `path` is unchanged.
@@ -40,7 +39,7 @@ def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Sync a file's content to disk. A file renamed before that could have its new name, but no content, after a crash."""
+    """Sync a file's content to disk. A file renamed before its sync could be empty after a crash."""
     os.fsync(descriptor)
 
 
@@ -59,10 +58,10 @@ _LOOK_SECONDS = 0.2
 
 @contextmanager
 def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the exclusive lock on the file `path` (created if missing, kept afterwards: removing it would race).
+    """Hold the exclusive lock on the file `path`, which is created if missing and never removed.
 
-    The kernel releases the lock when its holder dies. On file systems without working locks there may be two holders at once.
-    Holders must write in a way that is safe even then, such as `write_atomically`.
+    The kernel releases the lock when its holder dies. On file systems without working locks there may be two holders at once. So
+    holders must write safely even then, for example with `write_atomically`.
 
     Args:
         path: the lock file.

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class RepeatedKeyError(ValueError):
-    """A JSON object that gives one key two values; a reader would use one of them and ignore the other without a warning."""
+    """A JSON object that gives one key two values."""
 
 
 def parse_json(text: str | bytes, *, is_unique: bool = False) -> Any:
@@ -14,7 +14,7 @@ def parse_json(text: str | bytes, *, is_unique: bool = False) -> Any:
 
     Args:
         text: JSON text that holds one value.
-        is_unique: refuse a key to which one object gives two different values; if False, the last value counts.
+        is_unique: refuse a key with two different values in one object; if False, the last value counts.
 
     Raises:
         ValueError: the text is not JSON, nests too deeply for Python's parser, or has a number with too many digits.

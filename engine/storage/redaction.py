@@ -2,9 +2,8 @@
 
     WANDB_API_KEY=0123abcd.., HF_TOKEN=hf_..    ->    [redacted] in every line, event, metric, page and recorded configuration
 
-Our code writes no environment variable, but a path, a configuration or an error text may contain one. All text output is redacted:
-`blotted_streams` for Python's prints, `JsonLines`, the writers of config.yaml and of manifests, the report and the wandb sink. The
-direct writes of C++ libraries to descriptors 1 and 2 are not covered.
+All text output is redacted here; `blotted_streams` covers Python's prints. Direct writes of C++ libraries to descriptors 1 and 2
+are not covered.
 """
 
 import errno
@@ -45,7 +44,7 @@ REDACTED = "[redacted]"
 
 
 def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> str:
-    """Redact values of variables with a secret's name (HF_TOKEN, ..), and everything that has a secret's form.
+    """Redact secrets that have a secret's form, or are values of variables like HF_TOKEN.
 
     Args:
         text: text to be written.
@@ -57,7 +56,9 @@ def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> st
 
 
 def why_secret(text: str, variables: Mapping[str, str] | None = None) -> str:
-    """Explain why a text that holds a secret cannot name a folder or file, without repeating the secret; "" if it holds none.
+    """Explain, without repeating the secret, why a text cannot name a folder or file.
+
+    The explanation is "" if the text holds no secret.
 
     Args:
         text: proposed name.
@@ -74,7 +75,7 @@ def why_secret(text: str, variables: Mapping[str, str] | None = None) -> str:
 
 
 def _forms(variables: Mapping[str, str] | None) -> dict[str, str]:
-    """Map each spelling of a secret (plain, JSON, repr, URL-quoted) to the name of the variable that holds the secret."""
+    """Map each spelling of a secret to the name of its variable. Spellings are plain, JSON, repr and URL-quoted."""
     given = os.environ if variables is None else variables
     secrets = [(value, name) for name, value in given.items() if _NAMES.fullmatch(name)]
     secrets += [(found[1], name) for name, value in given.items() if (found := _PASSWORD.search(value))]
@@ -109,7 +110,7 @@ def unwritable(what: str, error: OSError) -> OutputError:
 
 
 class _Blotted:
-    """A wrapper around `stream` that redacts secrets in written text; `blotted` explains `what`."""
+    """A wrapper around `stream` that redacts secrets in written text."""
 
     def __init__(self, stream: TextIO, what: str) -> None:
         self._stream = stream
@@ -155,10 +156,10 @@ def blotted(stream: TextIO, what: str = "") -> TextIO:
 
 @contextmanager
 def blotted_streams() -> Iterator[None]:
-    """Redact secrets in what this process prints to `sys.stdout` and `sys.stderr` within the block.
+    """Redact secrets in this process's prints to `sys.stdout` and `sys.stderr` within the block.
 
     Raises:
-        OutputError: standard output cannot be written; errors on standard error are ignored, since there is nowhere to report them.
+        OutputError: standard output cannot be written; errors on standard error are ignored.
         BrokenPipeError: the reader of standard output has gone.
     """
     before = sys.stdout, sys.stderr

@@ -1,6 +1,6 @@
-"""Reads a run's small state files in bounded time and memory, whatever is in their place.
+"""Reads a run's small state files in bounded time and memory.
 
-Reading a FIFO waits for a writer, a device may be endless, and a damaged file may have any size and encoding.
+Reading a FIFO would wait for a writer, and a device or a damaged file may have any size.
 """
 
 import errno
@@ -43,7 +43,7 @@ def kind_of(mode: int) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; never wait for a writer, as opening a FIFO would.
+    """Open a regular file for reading, without waiting for a writer as a FIFO would.
 
     Raises:
         OSError: the file is missing, unreadable, or not a regular file.
@@ -106,7 +106,7 @@ def reason(error: OSError | ValueError) -> str:
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error is, or was caused by, a file-system error that may be gone at the next start, such as a full disk."""
+    """Whether an error was caused by a file-system problem that may pass, such as a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _PASSING:
             return True
@@ -137,7 +137,7 @@ def explaining_storage(path: Path, purpose: str, advice: str) -> Iterator[None]:
 
 
 def try_to_write(folder: Path) -> None:
-    """Write and remove a byte in a folder, or in its nearest existing parent; no file is left.
+    """Write a byte in a folder, or in its nearest existing parent, and remove it.
 
     Raises:
         OSError: the place is not writable.
@@ -155,7 +155,7 @@ def try_to_write(folder: Path) -> None:
 
 
 def _obstacle(path: Path) -> Path | None:
-    """Return the nearest existing path among `path` and its parents if it is no folder; None if it is one."""
+    """Return the nearest existing path among `path` and its parents, or None if it is a folder."""
     for place in (path, *path.parents):
         try:
             mode = place.stat().st_mode

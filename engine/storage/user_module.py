@@ -1,14 +1,13 @@
 """Finds, hashes, loads and copies a user's Python module.
 
-    scaled_mlp.py        a file; it is loaded under a private name, so a file named models.py or engine.py hides no other module
+    scaled_mlp.py        a file, loaded under a private name, so that it hides no other module
     mylab/               a package (the folder that holds `__init__.py`), also loaded under a private name
     mylab.layers         a module that Python finds by this name
 
-A run keeps a copy of the sources in its directory, in `extension/<16 digits>/`, so that users can read them after the originals
-have changed.
+A run keeps a copy of the sources in its directory, in `extension/<16 digits>/`.
 
-A module is loaded once per digest. The folder that holds its file or package comes first on `sys.path`, so that the module may
-import its neighbours; the digest does not cover neighbours.
+A module is loaded once per digest. The folder of the file or package comes first on `sys.path`, so the module may import its
+neighbours. The digest does not cover them.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ EXTENSION = "extension"
 
 
 class UserModuleError(TriaxisError):
-    """A module that cannot be found, read or run. The message gives the reason, after file and line if they are known."""
+    """A module that cannot be found, read or run. The message gives file and line, if known, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Sources:
         return self.entry.parent if self.is_package else self.entry
 
     def files(self) -> Iterator[tuple[str, Path]]:
-        """Yield (path relative to the package, path) for each .py file, sorted; ("", path) for a module that is one file."""
+        """Yield (path relative to the package, path) for each .py file, sorted. A module that is one file gives ("", path)."""
         if not self.is_package:
             yield "", self.entry
             return
@@ -67,7 +66,7 @@ class Sources:
         yield from sorted(inside.items())
 
     def digest(self) -> str:
-        """Compute the SHA-256 of the files' contents and, for a package, their relative paths; in hexadecimal.
+        """Compute the SHA-256 of the files' contents and, for a package, their relative paths, in hexadecimal.
 
         Raises:
             UserModuleError: a file cannot be read.
@@ -83,7 +82,7 @@ class Sources:
 
 
 def is_path(source: str) -> bool:
-    """Whether a source is the path of a file or package; if not, it is a module's name."""
+    """Whether a source is the path of a file or package, and not a module's name."""
     return "/" in source or source.endswith(".py")
 
 
@@ -119,7 +118,7 @@ def loaded(digest: str) -> ModuleType | None:
 
 
 def load(source: str, digest: str) -> ModuleType:
-    """Return the module with this digest; run it unless it is loaded.
+    """Return the module with this digest. Run the module first if it is not loaded.
 
     Raises:
         UserModuleError: there is no such module, its sources have another digest, or running it fails.
@@ -138,7 +137,10 @@ def load(source: str, digest: str) -> ModuleType:
 
 
 def place_in_user_module(error: BaseException) -> str:
-    """Name the last file, line and function of a user module that an error passed through; "" if it passed through none."""
+    """Name the last place in a user module that an error passed through.
+
+    The place has file, line and function. "" if there is none.
+    """
     roots = [
         Sources(Path(str(module.__file__))).root for name, module in [*sys.modules.items()] if name.startswith(PRIVATE)
     ]
@@ -168,7 +170,10 @@ def keep(run: Path, source: str, digest: str) -> None:
 
 
 def available_source(source: str, digest: str, run: Path) -> str:
-    """Return `source` if its files have this digest, else the path of the copy in `run`; without a copy, `source` all the same."""
+    """Return `source` if its files have this digest, else the path of the copy in `run`.
+
+    If there is no copy, the result is `source` all the same.
+    """
     with suppress(UserModuleError):
         if find_sources(source).digest() == digest:
             return source
@@ -203,7 +208,7 @@ def _run(sources: Sources, name: str) -> ModuleType:
 
 
 def _place(error: BaseException, sources: Sources) -> str:
-    """Format the last line in the sources that an error passed through, or a syntax error's line; "" if there is none."""
+    """Format the last line in the sources that an error passed through; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: "
     files = {str(path) for _, path in sources.files()}

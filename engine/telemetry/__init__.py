@@ -1,1 +1,1 @@
-"""Measures a run's steps and writes the numbers to the terminal, JSON lines files, wandb and TensorBoard."""
+"""Measures a run's steps and writes the numbers to the terminal, files, wandb and TensorBoard."""

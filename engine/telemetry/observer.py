@@ -1,9 +1,9 @@
-"""The training loop's observer: it times the parts, builds each step's record and hands it to `Telemetry`.
+"""Times the training loop's parts, builds each step's record and hands it to `Telemetry`.
 
     engine.train.train --enter, end_step, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
 
 A step's time ends when the host is done with the step. The step's loss and norms may reach the host one step later. The loop
-counts steps from 0; records count completed steps, so from 1.
+counts steps from 0. Records count completed steps, so from 1.
 """
 
 import resource
@@ -35,7 +35,7 @@ from triaxis.engine.telemetry.timing.timers import Timers
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A step that has ended on the host, and whose loss and norms are not read yet."""
+    """A step that has ended on the host, before its loss and norms are read."""
 
     spans_seconds: dict[StepPart, float]
     unix_time_seconds: float
@@ -45,15 +45,15 @@ class _Ended:
 
 @dataclass(eq=False)
 class TrainingObserver:
-    """Training observer of one rank; implements `triaxis.engine.train.Observer`.
+    """Implements `triaxis.engine.train.Observer` on one rank.
 
     Attributes:
-        meter: calculator that turns step times into this model's speeds.
+        meter: calculator of this model's speeds from step times.
         timers: host clock for the loop's parts.
-        watchers: objects that are notified of the loop's parts; they include `times`.
+        watchers: objects notified of the loop's parts, `times` included.
         meters: measurements of each step (`triaxis.engine.telemetry.meters`).
         times: measurement of where step time goes, on all ranks; None if the configuration does not need it.
-        slow_ranks: comparison of the ranks' compute time; None on other ranks than the logging one, or if times are not split.
+        slow_ranks: comparison of the ranks' compute time; None off the logging rank, or if times are not split.
         memory: one-time comparison of the ranks' memory with a prediction; None if there is nothing to compare.
         loss: loss at the last step that counted a label; None before the first such step.
         val_loss: last validation loss; None before the first validation.
@@ -76,7 +76,7 @@ class TrainingObserver:
     def begin(self, steps_made: int) -> None:
         """Start observing with `steps_made` steps complete.
 
-        When called again after a rollback, discard the steps that have ended and have no record yet.
+        When called after a rollback, discard steps that ended without a record.
         """
         self.timers.end_step()
         self._ended.clear()
@@ -101,12 +101,12 @@ class TrainingObserver:
             watcher.enter(part)
 
     def on_batch(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Compute how unevenly the context-parallel ranks share the attention work of the next step's rows."""
+        """Compute how unevenly the context-parallel ranks share the next step's attention work."""
         work = [each.rank_work for each in microbatches if each.rank_work is not None]
         self._cp_imbalance = imbalance(work) if work else None
 
     def end_step(self) -> None:
-        """Stop the step's clock. `on_step` is called for the same step later; its calls keep the steps' order."""
+        """Stop the step's clock. `on_step` must be called for the same step later, in the steps' order."""
         for meter in self.meters:
             meter.after_update()
         memory = peak_memory_bytes(self.device)
@@ -115,7 +115,7 @@ class TrainingObserver:
             self.times.end_step()
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
-        """Write the record of step `step`, counted from 0; `result` has the step's numbers, and `lr` is its learning rate."""
+        """Write the record of step `step`, counted from 0. `result` holds the step's numbers."""
         self.loss = result.loss if result.num_tokens else self.loss
         ended = self._ended.popleft()
         split = None if self.times is None else self.times.on_step(step + 1)
@@ -150,7 +150,7 @@ class TrainingObserver:
                 )
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
-        """Report that GPU memory ran short on `num_ranks` ranks in step `step`, counted from 0, and what the run does about it."""
+        """Report that GPU memory ran short on `num_ranks` ranks in step `step`, counted from 0."""
         ranks = counted(num_ranks, "rank")
         message = (
             f"the allocator of {ranks} ran short of memory and had to free some. The next steps post each receive right before its "
@@ -164,7 +164,7 @@ class TrainingObserver:
         self.telemetry.validation(step + 1, loss, self.timers.running_seconds())
 
     def on_validation_left_out(self, step: int) -> None:
-        """Report that the validation after step `step` (from 0) has no loss because all ranks agreed to stop."""
+        """Report that the validation after step `step`, counted from 0, was stopped without a loss."""
         self.telemetry.say(
             f"no validation loss after step {step + 1:,}: the run stops first. The checkpoint of this step records that the "
             "validation is due",
@@ -173,7 +173,7 @@ class TrainingObserver:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process in bytes: allocated by torch on a GPU, resident on the CPU."""
+    """Read this process's peak memory in bytes. On a GPU torch's allocations count, on the CPU resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -181,7 +181,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_of_ranks(topology: Topology) -> list[int]:
-    """Gather `peak_memory_bytes` from every rank, in rank order, on rank 0; [] elsewhere. Every rank must call it."""
+    """Gather every rank's `peak_memory_bytes` on rank 0, in rank order. The result is [] elsewhere. Every rank must call this."""
     mine = to_device([float(peak_memory_bytes(topology.device))], AGREEMENT_DTYPE, topology.device)
     rows = Gathering(topology, mine, "peak memory").finish()
     return [] if rows is None else [int(held) for held in rows.flatten().tolist()]

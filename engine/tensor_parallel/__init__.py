@@ -1,1 +1,1 @@
-"""Tensor parallelism: sharded parameters and their first values, the conjugate pairs, norms, dropout."""
+"""Tensor parallelism, with sharded parameters, conjugate operator pairs, norms and dropout."""

@@ -1,9 +1,8 @@
-"""Stateless dropout: a hash of an element's identity decides whether the element is dropped.
+"""Stateless dropout, in which a hash of an element's identity decides whether the element is dropped.
 
     keep(element) = hash(seed, sample id, site, the element's position in the sample's whole activation) >= p 2^32, p = drop rate
 
-So a mask does not depend on layout, microbatch, schedule, device or earlier calls. Recomputation replays it, a resumed run
-continues it, and a rank that holds a slice draws exactly that slice. `engine/numerics/hashing.py` defines the hash;
+A mask does not depend on layout, microbatch, schedule, device or earlier calls. `engine/numerics/hashing.py` defines the hash;
 `engine/kernels/dropout.py` applies it.
 """
 
@@ -24,7 +23,7 @@ class DropoutKeys:
 
     Attributes:
         seed: the run's seed.
-        sample_ids: each sample's index among all samples that the run consumes, b in all.
+        sample_ids: indices of the b samples among all samples that the run consumes.
         positions: token positions within their samples, int64 [b, s/cp]; None means 0 .. s - 1.
     """
 
@@ -33,7 +32,11 @@ class DropoutKeys:
     positions: torch.Tensor | None = None
 
     def rows(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return this rank's token positions within their samples: int64 [length, 1], or [length, b] if samples differ."""
+        """Return this rank's token positions within their samples.
+
+        Returns:
+            int64 [length, 1], or [length, b] if samples differ.
+        """
         return torch.arange(length, device=device).unsqueeze(1) if self.positions is None else self.positions.t()
 
     def site(self, name: str) -> list[int]:
@@ -51,7 +54,7 @@ def dropout(
     fusion: Fusion = EAGER,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Zero elements with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
+    """Zero elements with probability p, scale the rest by 1 / (1 - p), and add the residual if given.
 
     Args:
         x: any float tensor.

@@ -2,9 +2,8 @@
 
     x [s(/t), b, n] --f--> [s, b, n]        backward: sum over tp, on this rank's tokens
 
-Column-parallel layers do this themselves, next to their GEMMs. Latent attention (MLA) needs whole latents earlier, because context
-parallelism gathers them further and decoding caches them. The layers that produce or read the latents use `outside_of(region)`, and
-then communicate nothing on entry.
+Latent attention (MLA) needs whole latents before its linear layers, for context parallelism and for decoding. Layers that produce
+or read latents use `outside_of(region)`, and then communicate nothing on entry.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 def entered(x: torch.Tensor, region: TensorParallelRegion, name: str) -> torch.Tensor:
-    """Bring x [s(/t), b, n] into the region as [s, b, n], whole on every tp rank; `name` labels the calls in the ledger."""
+    """Bring x [s(/t), b, n] into the region as [s, b, n], whole on every tp rank. `name` labels the calls in the ledger."""
     return _Entered.apply(x, region, name)
 
 
@@ -35,12 +34,15 @@ class _Entered(torch.autograd.Function):
 
 
 def outside_of(region: TensorParallelRegion) -> TensorParallelRegion:
-    """Derive the region for a layer whose input does not enter: the weight is not cut over tp, or the input entered earlier."""
+    """Derive the region for a layer that communicates nothing on entry.
+
+    The layer's weight is not cut over tp, or `entered` has already brought its input into the tensor-parallel region.
+    """
     return _Outside(region.axis, region.sequence_parallel, cuts_entered=region.sequence_parallel)
 
 
 class _Outside(TensorParallelRegion):
-    """Region for a layer whose input does not enter: activations stay unchanged in the forward and the backward."""
+    """Region that leaves activations unchanged in the forward and the backward."""
 
     @property
     def gathers(self) -> bool:

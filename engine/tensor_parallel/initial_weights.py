@@ -1,8 +1,7 @@
-"""Initial weights that depend only on (seed, name), so they are equal in every layout.
+"""Draws initial weights that depend only on (seed, name), so they are equal in every layout.
 
-The row-major logical tensor is cut into fixed blocks. Each block is drawn in fp32 on the CPU, then cast; its generator is seeded
-with hash(seed, name, block). A rank draws only the blocks that its box touches. Drawing the whole tensor at once would not work:
-`torch.randn` is not prefix-stable and differs by dtype, stride and device.
+The row-major logical tensor is cut into fixed blocks, and a rank draws only those that its box touches. Each block is drawn in fp32
+on the CPU, with a generator seeded by hash(seed, name, block), then cast.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ BLOCK_NUMEL = 1 << 16
 def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
     """Fill bound parameters with their initial values; padding rows are zero.
 
-    Parameters are drawn in parallel on `torch.get_num_threads()` threads; each block has its own serial generator.
+    The drawing runs on `torch.get_num_threads()` threads.
     """
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="initial-weights") as threads:
         for _ in threads.map(lambda parameter: _fill(parameter, seed), parameters):
@@ -59,7 +58,7 @@ def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:
 
 
 def _draw_block(name: str, index: int, numel: int, seed: int) -> torch.Tensor:
-    """Draw one block's standard normals; a tensor's last block may be shorter."""
+    """Draw one block's standard normals."""
     digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     count = min(BLOCK_NUMEL, numel - index * BLOCK_NUMEL)

@@ -5,17 +5,16 @@ If sequence parallelism is off (1909.08053, figure 3), activations outside the r
     f   enter: identity          backward: all-reduce
     g   leave: all-reduce        backward: identity
 
-If it is on (2205.05198, figure 5), they are sharded along the sequence, dim 0 of [s, b, h]. Each all-reduce splits into two halves:
+If it is on (2205.05198, figure 5), activations are sharded along the sequence, dim 0 of [s, b, h].
 
     f'  enter: all-gather        backward: reduce-scatter
     g'  leave: reduce-scatter    backward: all-gather
 
 The weight gradient needs the gathered input again. By default a rank saves only its own part and repeats the all-gather in the
 backward (2205.05198, section 4.2.2). With `keeps_gathered` it saves the whole tensor. That costs (1 - 1/t) w b s h more bytes, for
-w bytes per number and t tp ranks, and saves one all-gather.
+w bytes per number and t tp ranks.
 
-Layers call these methods from their own autograd functions, so that `enter_backward` overlaps the weight-gradient GEMM. They post
-the collective, run the GEMM, then wait.
+Layers call these methods from their own autograd functions: they post the collective, run the GEMM, then wait.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from triaxis.engine.comm.collectives import Axis
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRegion:
-    """Tensor-parallel region: the tp axis, and the activations' sharding around it.
+    """The tensor-parallel region, and how activations outside are sharded.
 
     Attributes:
         axis: the tp axis.
@@ -52,7 +51,7 @@ class TensorParallelRegion:
         return self.axis.all_gather(x, purpose) if self.sequence_parallel else Pending(x)
 
     def kept(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
-        """Choose the tensor to save for `enter_again`: the input x [s (/t), b, h], or the entered tensor [s, b, h]."""
+        """Choose which tensor to save for `enter_again`, x [s (/t), b, h] or entered [s, b, h]."""
         return entered if self.keeps_gathered else x
 
     def enter_again(self, kept: torch.Tensor, purpose: str) -> Pending:

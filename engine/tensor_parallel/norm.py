@@ -1,7 +1,7 @@
 """Residual-stream norms, optionally fused with the addition of a branch (`engine/kernels/norms.py`).
 
-Weight gradients go to main grads, as in linear layers. With sequence parallelism they are partial sums over this rank's part of
-the sequence; `GradBuffers.finish` sums them over tp.
+Weight gradients go to main grads. With sequence parallelism they are partial sums over this rank's part of the sequence, which
+`GradBuffers.finish` sums over tp.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 class _AddedAndNormalised(torch.autograd.Function):
-    """The sum y and its norm in one function. It saves y and the norm's statistics, no more than the norm alone would save."""
+    """Autograd function for the sum y and its norm. It saves y and the norm's statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, branch: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:

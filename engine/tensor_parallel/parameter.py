@@ -1,14 +1,12 @@
 """Sharded parameters: this rank's weight, its main grad, and the bucket that holds both.
 
-A `ShardedParameter` is created from its record on the meta device. Later a grad buffer binds it to its place in two flat tensors
-(`bind`):
+A `ShardedParameter` is created on the meta device. Later a grad buffer binds it to its place in two flat tensors (`bind`):
 
     parameters  (run dtype)           [ .. q | kv | proj | up | down .. ]     all-gathered after the optimizer step
     main grads  (accumulation dtype)  [ .. q | kv | proj | up | down .. ]     reduce-scattered before the step
 
-Autograd never stores a gradient. The function that computes one adds it to the main grad and notifies the bucket (`add_grad`). A
-step's first gradient overwrites the previous step's (`overwrites`), so main grads are never zeroed. Zero-bubble schedules defer
-weight-gradient GEMMs (`engine/linear/weight_grads.py`); the bucket is then notified when the GEMM runs.
+Autograd never stores a gradient. The function that computes a gradient adds it to the main grad and notifies the bucket. A step's
+first gradient overwrites the previous step's (`overwrites`), so main grads are never zeroed.
 """
 
 from typing import Protocol
@@ -26,8 +24,8 @@ class ParameterBucket(Protocol):
 
     Attributes:
         is_complete: whether the bucket's weights are complete now.
-        stays: whether complete weights stay so until the next update.
-        version: number of times that the weights have changed: once by each update, and once by loading.
+        stays: whether complete weights stay complete until the next update.
+        version: number of changes to the weights, by updates and by loading.
     """
 
     is_complete: bool
@@ -43,17 +41,17 @@ class ShardedParameter(nn.Module):
     """One rank's shard of a parameter.
 
     It is a module rather than an `nn.Parameter` because `bind` replaces the tensor. Layers keep this object and call `weight` at
-    each use. `weight` waits for the all-gather that fills it, so layers need not know about buffers. An autograd hook would receive
-    each gradient as a separate tensor; here the GEMM that computes it can add to the main grad directly.
+    each use.
 
     Attributes:
         record: name, shape, box and replicas.
         value: weight with shape `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
         main_grad: accumulated gradient with the weight's shape, in the accumulation dtype or narrower (`precision.gradients`); None
             before `bind`, and if layers add no gradient.
-        num_uses: number of layers that use it. A tied embedding on one stage has two; each adds a gradient per microbatch.
+        num_uses: number of layers that use the parameter, each of which adds a gradient per microbatch; two for a tied embedding on
+            one stage.
         bucket: bucket that counts added gradients and completes the weights; None before `bind`, and if only the weight is bound.
-        num_bindings: number of `bind` calls so far; code that holds views must renew them after each.
+        num_bindings: number of `bind` calls so far; code that holds views must renew them after each call.
     """
 
     def __init__(self, record: ParamRecord, dtype: torch.dtype) -> None:
@@ -91,7 +89,7 @@ class ShardedParameter(nn.Module):
         return self.bucket
 
     def overwrites(self) -> bool:
-        """Return whether the next gradient replaces the main grad; called before each gradient is added."""
+        """Return whether the next gradient replaces the main grad."""
         return self.bound_bucket().overwrites(self)
 
     def add_grad(self, grad: torch.Tensor) -> None:
@@ -108,7 +106,7 @@ class ShardedParameter(nn.Module):
         """Return the weight for ordinary autograd code; its gradient goes to the main grad.
 
         Raises:
-            ConfigError: only a part of the weight is kept (ZeRO-3), so autograd would save a tensor that is overwritten later.
+            ConfigError: only a part of the weight is kept (ZeRO-3), so a tensor that autograd saved would be overwritten.
         """
         if self.bucket is not None and not self.bucket.stays:
             raise ConfigError(

@@ -1,10 +1,9 @@
-"""RMSNorm across all query heads, and across all key heads, when heads are sharded over tp (OLMo 2, 2501.00656).
+"""Applies RMSNorm across all query heads, and across all key heads, sharded over tp (OLMo 2, 2501.00656).
 
     y = x g / sqrt(S / n + eps)      S: sum of squares over a token's n query (or key) elements
 
-One all-reduce of [s, b, 2] sums S over tp, for queries and keys together. The backward has another for the gradient. The other
-steps need only a rank's own heads, so recomputing them needs no communication. Each replica of a key head contributes 1/replicas of
-its squares, so the replicas' gradients add up to the head's.
+One all-reduce of [s, b, 2] sums S over tp, for queries and keys together. The backward has another for the gradient. Recomputing
+the other steps needs no communication. Each replica of a key head contributes 1/replicas of its squares.
 """
 
 from typing import Any
@@ -34,7 +33,7 @@ def squares(q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion:
 
 
 class _Squares(torch.autograd.Function):
-    """S_q = sum_tp sum(q^2), S_k = sum_tp sum(k^2) / replicas. Saves q and k, which exist anyway."""
+    """Autograd function for S_q = sum_tp sum(q^2) and S_k = sum_tp sum(k^2) / replicas. It saves q and k."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
@@ -81,7 +80,7 @@ def normalised(
 
 
 class _Normalised(torch.autograd.Function):
-    """y = x r g with r = 1 / sqrt(S / n + eps), g = offset + w. Saves x and S."""
+    """Autograd function for y = x r g, with r = 1 / sqrt(S / n + eps), g = offset + w. It saves x and S."""
 
     @staticmethod
     def forward(

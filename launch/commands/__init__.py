@@ -1,1 +1,1 @@
-"""One module per `triaxis` subcommand; `launch/cli.py` lists their names."""
+"""One module per `triaxis` subcommand."""

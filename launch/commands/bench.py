@@ -1,7 +1,7 @@
-"""`triaxis bench`: how fast a config trains here, in one layout or several, or how fast the device is.
+"""`triaxis bench` measures how fast a config trains here, or how fast the device is.
 
 CONFIG     ->  a few training steps of each layout, on random tokens: speed, memory and time of each
---ranks    ->  the same of one layout on several numbers of ranks: its speed-up, and where the rest goes
+--ranks    ->  the same of one layout on several numbers of ranks, with the speed-up and its losses
 --device   ->  rates of matrix products, attention, memory and calls, as a device's file for predictions
 """
 
@@ -117,7 +117,9 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the layouts one after the other and print their results, or measure the device; return the exit code.
+    """Train the layouts and print their results, or measure the device.
+
+    Returns the exit code.
 
     Raises:
         ConfigError: neither a config nor --device is given, or arguments for one are given with the other.
@@ -212,7 +214,7 @@ def _layouts(args: argparse.Namespace) -> int:
 
 
 def _asked(args: argparse.Namespace) -> Iterator[tuple[str, list[str], int | None]]:
-    """Yield each run: its name, its overrides, and its number of ranks (None: the launcher's default).
+    """Yield each run as (name, overrides, number of ranks). None is the launcher's default number.
 
     Raises:
         ConfigError: --layouts names none, or several together with --ranks.
@@ -250,7 +252,7 @@ def _numbers(text: str) -> list[int]:
 def _try(
     args: argparse.Namespace, label: str, change: Sequence[str], folder: Path, name: str
 ) -> LayoutResult | Failed | None:
-    """Train one layout, and return its measurements or why it failed; a dry run prints the start and returns None."""
+    """Train one layout, and return its measurements or why it failed. A dry run prints the start and returns None."""
     try:
         path = write_config(args.config, (*args.overrides, *change), args.steps, folder, name, os.environ)
         if not args.dry_run:
@@ -275,7 +277,7 @@ def _print_outcome(outcome: LayoutResult | Failed) -> None:
 
 
 def _that_fits(args: argparse.Namespace, smaller: ParallelConfig | None) -> str:
-    """Return advice: the command that benchmarks the layout `smaller`, or that there is none if it is None."""
+    """Return advice with the command that benchmarks the layout `smaller`, or that there is no such layout."""
     if smaller is None:
         return " No smaller layout keeps the rules of this config."
     sizes = [f"{name}={getattr(smaller, name)}" for name in ("tp", "pp", "vpp", "ep", "etp")]
@@ -309,7 +311,7 @@ def _refuse_other_launchers() -> None:
 
 @contextmanager
 def _ranks(world_size: int | None) -> Iterator[None]:
-    """Set the number of ranks that the launcher starts; None leaves the choice to the launcher."""
+    """Set the number of ranks that the launcher starts. None leaves the choice to the launcher."""
     before = os.environ.get("NPROC_PER_NODE")
     if world_size is not None:
         os.environ["NPROC_PER_NODE"] = str(world_size)

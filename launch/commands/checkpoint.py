@@ -1,9 +1,9 @@
-"""`triaxis checkpoint`: inspect and compare checkpoints in one process, with one piece of a tensor in memory at a time.
+"""`triaxis checkpoint` inspects and compares checkpoints in one process.
 
-inspect       content, where its run stood, which checkpoints it descends from
-diff          A and B: the first tensor that differs and where in it, and what else is not the same
-check         every byte against the hashes taken while it was written
-fingerprint   a number that does not depend on the layout, as stored or computed from the bytes
+inspect       shows the content, where the run stood, and the checkpoints from which this one descends
+diff          finds the first tensor that differs between A and B, the place in it, and other differences
+check         compares every byte with the hashes taken while it was written
+fingerprint   shows a number that does not depend on the layout, as stored or computed from the bytes
 
 A checkpoint is named by its folder, a folder of checkpoints (the latest) or a run directory.
 """
@@ -83,7 +83,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb; CheckpointError if there is no checkpoint."""
+    """Run the chosen verb. Raises CheckpointError if there is no checkpoint."""
     function: Callable[[argparse.Namespace], int] = args.verb_function
     return function(args)
 
@@ -107,7 +107,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the differences between two checkpoints; exit code 1 if any tensor differs."""
+    """Print the differences between two checkpoints. The exit code is 1 if any tensor differs."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.launch.inspect.compare import compare_values, differences
 
@@ -132,7 +132,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Read every byte of one checkpoint, or of all in a folder; exit code 1 if anything is damaged."""
+    """Read every byte of one checkpoint, or of all in a folder. The exit code is 1 if anything is damaged."""
     from triaxis.engine.checkpoint.directory import folders_at
     from triaxis.launch.inspect.check import check_files
 
@@ -152,7 +152,10 @@ def check(args: argparse.Namespace) -> int:
 
 
 def fingerprint(args: argparse.Namespace) -> int:
-    """Print the fingerprint for each kind; with --recompute compute it from the bytes, with exit code 1 if it differs."""
+    """Print the fingerprint for each kind.
+
+    With --recompute, each is computed from the bytes. The exit code is then 1 if one differs.
+    """
     from triaxis.engine.checkpoint.directory import find
     from triaxis.launch.inspect.check import fingerprint_bytes
 
@@ -242,7 +245,7 @@ def _tensor_table(manifest: "Manifest") -> Table:
 
 
 def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
-    """Return (number of tensors, number of parameters) by module; modules without tensors are left out."""
+    """Return (number of tensors, number of parameters) by module, without empty modules."""
     counts: dict[str, tuple[int, int]] = {}
     numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
     for name, numel in numels.items():
@@ -395,7 +398,7 @@ def _show_checked(console: Console, checked: "CheckpointCheck") -> None:
 
 
 def _data_bytes(folder: Path) -> int:
-    """Total bytes for a progress bar; 0 if the manifest cannot be read (`check` reports why)."""
+    """Total bytes for a progress bar; 0 if the manifest cannot be read."""
     from triaxis.engine.checkpoint.format.manifest import parse_manifest
 
     try:
@@ -407,7 +410,7 @@ def _data_bytes(folder: Path) -> int:
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, nothing in a log file; yield a function that takes the bytes just read."""
+    """Show a progress bar on a terminal, and nothing in a log file. Yields a function (bytes just read)."""
     if not console.is_terminal:
         yield lambda num_bytes: None
         return

@@ -1,4 +1,4 @@
-"""`triaxis completion`: a shell script that completes commands, options and config names; shtab generates it."""
+"""`triaxis completion` prints a shell script that completes commands, options and config names."""
 
 import argparse
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """Build one parser with all commands. Each command has a separate parser because it imports only what it needs."""
+    """Build one parser with all commands."""
     import shtab
 
     from triaxis.launch.cli import COMMANDS, command_module, command_parser

@@ -1,4 +1,4 @@
-"""`triaxis config`: check a configuration before anything starts; no GPU, no process group, no torch.
+"""`triaxis config` checks a configuration before anything starts, without a GPU, a process group or torch.
 
 print     YAML < environment < overrides  ->  the resolved tree, with the meaning of every field
 explain   a field or section              ->  type, legal values, default, rule on resume and meaning
@@ -97,7 +97,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb; ConfigError lists all problems."""
+    """Run the chosen verb. A ConfigError lists all problems."""
     if args.verb == "print":
         config = load_config(args.config, args.overrides, os.environ)
         print(to_yaml(config, describe=True), end="")
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parameters(config: Config) -> list[tuple[str, ...]]:
-    """Return the rows of a parameter table, the header first; consecutive layers with equal parameters share rows."""
+    """Return the rows of a parameter table, the header first. Consecutive layers with equal parameters share rows."""
     rows: list[tuple[str, ...]] = [("parameter", "shape", "lr x", "decay", "group")]
     for layers, name, one in _by_layers(grouped_parameters(config)):
         rule, group = one.rule, "" if one.number is None else config.optimizer.groups[one.number]["match"]
@@ -172,7 +172,10 @@ def _parameters(config: Config) -> list[tuple[str, ...]]:
 
 
 def _by_layers(found: Sequence[GroupedParameter]) -> Iterator[tuple[str, str, GroupedParameter]]:
-    """Yield (layer range such as 0-31, name with N for the layer, the first layer's parameter), in forward order."""
+    """Yield (layers, name, first layer's parameter) in forward order.
+
+    Layers are a range such as 0-31. The name has N for the layer.
+    """
     alike: list[tuple[list[str], list[tuple[str, GroupedParameter]]]] = []
     for layer, parameters in groupby(found, key=_layer_of):
         named = [(one.spec.name.replace(f"layers.{layer}.", "layers.N.", 1), one) for one in parameters]
@@ -262,8 +265,7 @@ def _cp_imbalance(config: Config, dp: int) -> str:
 def _check_programs(config: Config, sizes: ParallelSizes) -> None:
     """Execute the programs for a step and a validation under NCCL's rules, as every rank does before training.
 
-    A schedule with a name depends on pp, vpp and the number of microbatches alone. If it is large, a smaller one with the same
-    pattern is executed here, so that the answer takes seconds. Before training, the ranks execute the real one.
+    A large named schedule is replaced by a smaller one with the same pattern, so that the answer takes seconds.
 
     Raises:
         ScheduleError: a program would deadlock.

@@ -1,9 +1,9 @@
-"""Convert between Hugging Face folders and our checkpoints (`triaxis import`, `triaxis export`) in one process.
+"""Convert between Hugging Face folders and our checkpoints in one process.
 
     HF_DIR/config.json, *.safetensors  --import-->  OUT_DIR/step_00000000/ (weights), OUT_DIR/train.yaml
     checkpoint of any layout           --export-->  OUT_DIR/config.json, *.safetensors, tokenizer.json
 
-Both create the output folder atomically, and hold only one or a few tensors in memory at a time.
+Import and export create the output folder atomically, and hold only one or a few tensors in memory at a time.
 """
 
 import argparse
@@ -84,7 +84,6 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
         source: folder with config.json and the weights.
         out: folder to create; it must not exist.
         dtype: `source`, or one of `triaxis.engine.numerics.precision.DTYPES`.
-        console: console for the progress bar and notes.
 
     Raises:
         CheckpointError: `out` exists or cannot be written, or a weight is not finite.
@@ -121,7 +120,7 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
 
 
 def import_source(family: str, source: Path) -> str:
-    """Text that an imported checkpoint stores as its origin: the model family and the source folder."""
+    """Text stored as an imported checkpoint's origin, with the model family and source folder."""
     return f"hf-import of a {family}: {source}"
 
 
@@ -240,7 +239,7 @@ checkpoint:
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, nothing in a log file; yield a callback that takes the bytes done."""
+    """Show a progress bar on a terminal, and nothing in a log file. Yields a function (bytes done)."""
     if not console.is_terminal:
         yield lambda num_bytes: None
         return

@@ -1,4 +1,4 @@
-"""Convert between Megatron-Core's `torch_dist` checkpoints and ours (`triaxis import`, `triaxis export`) in one process.
+"""Convert between Megatron-Core's `torch_dist` checkpoints and ours in one process.
 
 MEGATRON_DIR/iter_0000100  --import-->  OUT_DIR/step_00000100/ (weights, moments), OUT_DIR/train.yaml
 checkpoint of any layout   --export-->  OUT_DIR/iter_0000100/, OUT_DIR/latest_checkpointed_iteration.txt
@@ -193,7 +193,7 @@ def _model(
 
 
 def _known(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Fill in defaults and validate the sections that Megatron-LM's arguments gave; omit `train` if it has no batch size."""
+    """Fill in defaults and validate the sections from Megatron-LM's arguments. `train` is omitted if it has no batch size."""
     kinds: dict[str, type[Section]] = {"train": TrainConfig, "optimizer": OptimizerConfig, "precision": PrecisionConfig}
     return {
         name: kinds[name].model_validate(values).model_dump(mode="json")

@@ -1,14 +1,13 @@
-"""`triaxis data`: inspect, check, join and split corpora; tokens are copied, never encoded again.
+"""`triaxis data` inspects, checks, joins and splits corpora, without encoding tokens again.
 
-which     the documents that a step of a run has read (`launch/reads/data_which.py`)
-repeats   tokens that a run has read twice, or left out, over all its attempts (`launch/reads/data_repeats.py`)
-inspect   documents, tokens, lengths, document ends, the first text
-check     every byte against the record's hashes, every id against the tokenizer
-merge     A B ... -> C, the documents of A, then those of B
-split     C -> A B ..., the first documents, then the next ones
+which     shows the documents that a step of a run has read (`launch/reads/data_which.py`)
+repeats   shows tokens that a run has read twice or left out (`launch/reads/data_repeats.py`)
+inspect   shows documents, tokens, lengths, document ends and the first text
+check     compares every byte with the record's hashes, and every id with the tokenizer
+merge     writes the documents of A, then those of B, to C
+split     writes the first documents of C to A, then the next ones to B
 
-A corpus is named by its prefix: the path, without an ending, of the .bin/.idx pair written by `triaxis prepare` or Megatron's
-tools.
+A corpus is named by its prefix, the path without ending of the .bin/.idx pair that `triaxis prepare` or Megatron's tools wrote.
 """
 
 import argparse
@@ -94,7 +93,7 @@ def _add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb; DataError for corpora that are missing, damaged or use different tokenizers."""
+    """Run the chosen verb. Raises DataError for corpora that are missing, damaged or use different tokenizers."""
     function: Callable[[argparse.Namespace], int] = args.verb_function
     return function(args)
 
@@ -138,7 +137,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def check_corpora(args: argparse.Namespace) -> int:
-    """Read whole corpora and print contradictions with their records or tokenizers; exit code 1 if there are any."""
+    """Read whole corpora and print contradictions with their records or tokenizers. The exit code is 1 if there are any."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     results, is_bad = [], False
     for prefix in args.prefixes:
@@ -164,7 +163,10 @@ def check_corpora(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str, record: CorpusRecord | None) -> Tokenizer | None:
-    """Open the requested tokenizer, or else the record's if it is still the one that encoded the corpus; None: neither."""
+    """Open the requested tokenizer, or else the record's; None if there is neither.
+
+    The record's is opened only if it is still the one that encoded the corpus.
+    """
     if args.tokenizer is not None:
         return load_tokenizer(args.tokenizer, args.eod_token)
     if record is None:
@@ -219,7 +221,7 @@ def split_corpus(args: argparse.Namespace) -> int:
 
 
 def _numbers(option: str, text: str) -> list[float]:
-    """Parse comma-separated numbers; ConfigError for anything else."""
+    """Parse comma-separated numbers. Raises ConfigError for anything else."""
     try:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""`triaxis doctor`: check that nodes are alike, connected as the layout needs, and equally fast; name any node that is not."""
+"""`triaxis doctor` names any node that is unlike the others, badly connected or slow."""
 
 import argparse
 import importlib
@@ -47,7 +47,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the ranks, or run as one of them; return their exit code.
+    """Start the ranks, or run as one of them. Return their exit code.
 
     Raises:
         ConfigError: several ranks were started without a config.

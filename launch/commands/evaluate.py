@@ -1,4 +1,4 @@
-"""`triaxis evaluate`: a text's loss and perplexity under a checkpoint's model (the ranks: launch/inference/evaluate.py)."""
+"""`triaxis evaluate` computes a text's loss and perplexity under a checkpoint's model."""
 
 import argparse
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything that needs no weights, then start the ranks; return their exit code."""
+    """Check everything that needs no weights, then start the ranks. Return their exit code."""
     refuse(_problems(args))
     # As many microbatches as stages fill a pipeline; twice that keeps its bubble small.
     num_microbatches = 2 * args.pp if args.pp and args.pp > 1 else 1

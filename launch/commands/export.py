@@ -1,4 +1,4 @@
-"""`triaxis export`: write a checkpoint of any layout as a Hugging Face folder or as a Megatron-Core checkpoint."""
+"""`triaxis export` writes a checkpoint of any layout as a Hugging Face folder or Megatron-Core checkpoint."""
 
 import argparse
 from pathlib import Path
@@ -70,7 +70,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export the checkpoint; CheckpointError, ConfigError or DataError if that is impossible."""
+    """Export the checkpoint. Raises CheckpointError, ConfigError or DataError if that is impossible."""
     other, useless = (HF, OF_HF) if args.to == MEGATRON else (MEGATRON, OF_MEGATRON)
     problems = [
         f"{option} with --to {args.to}: it is for --to {other}, and would do nothing. Leave it out."

@@ -1,4 +1,4 @@
-"""`triaxis footprint`: memory, traffic and operators for one rank's step in any layout, without the machines."""
+"""`triaxis footprint` shows memory, traffic and operators of a rank's step, without the machines."""
 
 import argparse
 import os
@@ -100,7 +100,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the footprint of some ranks, replay all ranks, search for races, or measure all ranks; return the exit code."""
+    """Print the footprint of some ranks, replay all ranks, search for races, or measure all ranks. Returns the exit code."""
     refuse(_problems(args))
     if args.measured:
         overrides = [*args.overrides, *(layout_overrides(args.layout) if args.layout else [])]
@@ -226,7 +226,7 @@ def _device_name(device: "torch.device") -> str:
 
 
 def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
-    """Run ranks and replay their ledgers together; ScheduleError if a call would lack its other end."""
+    """Run ranks and replay their ledgers together. Raises ScheduleError if a call would lack its other end."""
     from triaxis.launch.footprint.replay import replay
 
     world = footprints.sizes.world_size
@@ -328,7 +328,7 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:
-    """Bytes that a microbatch saves on the rank's chunks according to the formula, including those moved to the host."""
+    """Bytes that a microbatch saves on the rank's chunks by the formula, including those moved to the host."""
     from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
 
     sizes = parallel_sizes(config)
@@ -346,7 +346,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
-    """Count how often each (site, shape and dtype, bytes) of a saved tensor occurs over all layers and chunks."""
+    """Count how often each saved (site, shape and dtype, bytes) occurs over all layers and chunks."""
     rows: Counter[tuple[str, str, int]] = Counter()
     for one in found.saved:
         site = re.sub(r"\.\d+\.", ".N.", re.sub(r"^chunk \d+: ", "", one.site)) or "(the chunk itself)"
@@ -363,7 +363,7 @@ def _name(dtype: "torch.dtype") -> str:
 
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return communication as {(axis, purpose, operation): (calls, ring bytes)}."""
+    """Return communication as a dict from (axis, purpose, operation) to (calls, ring bytes)."""
     from triaxis.models.predict.traffic import measured_traffic
 
     volumes = measured_traffic(found.events)
@@ -374,7 +374,7 @@ def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
 
 
 def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
-    """Build the JSON output; all sizes are in bytes."""
+    """Build the JSON output. All sizes are in bytes."""
     return {
         "rank": rank,
         "coordinates": asdict(found.coordinates),

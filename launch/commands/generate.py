@@ -1,4 +1,4 @@
-"""`triaxis generate`: continue prompts with a checkpoint's model, on one rank or many (launch/inference/generate.py)."""
+"""`triaxis generate` continues prompts with a checkpoint's model, on one rank or many."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything that needs no weights, then start the ranks; return their exit code."""
+    """Check everything that needs no weights, then start the ranks. Return their exit code."""
     asked = ask(args)
     asked, tokenizer = open_tokenizer(asked)
     # In training, each document follows the previous one's end token, so an empty prompt starts with that token.

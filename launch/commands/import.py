@@ -1,5 +1,5 @@
 # ruff: noqa: N999  (a command's module has its name, and is imported by name only)
-"""`triaxis import`: turn a Hugging Face or Megatron-Core model into a checkpoint to start from, with a config that trains it."""
+"""`triaxis import` turns a Hugging Face or Megatron-Core model into a checkpoint and a training config."""
 
 import argparse
 from pathlib import Path
@@ -59,7 +59,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import the model; CheckpointError, ConfigError or DataError if that is impossible."""
+    """Import the model. Raises CheckpointError, ConfigError or DataError if that is impossible."""
     from triaxis.models.interop.megatron.files import is_megatron_checkpoint  # torch, after the command line is right
 
     is_megatron = is_megatron_checkpoint(args.source)

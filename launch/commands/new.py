@@ -1,11 +1,13 @@
-"""`triaxis new`: write a ready-to-train config, with a reason for each value, from a model, a corpus and a machine.
+"""`triaxis new` writes a ready-to-train config, with a reason for each value.
+
+The model comes from one of these sources:
 
     a shipped config, or one of yours   its model, on your corpus and machine
     config.json, or its folder          a Hugging Face model; with --weights training continues from the folder's weights
     --size 125M                         a model with about that many parameters
     a command line of Megatron-LM       the run that it describes, and what has no counterpart here
 
-All checks run before the first weight is copied. Everything but the YAML is printed on stderr.
+All checks run before the first weight is copied. Only the YAML is printed on stdout.
 """
 
 import argparse
@@ -92,7 +94,7 @@ class _Model:
         sections: fields in `OWN_SECTIONS`.
         notes: remarks about the model, for people.
         folder: Hugging Face model's folder; None for other sources.
-        found: opened folder with its weights; None if they are not requested.
+        found: opened folder with its weights; None if no weights are requested.
     """
 
     name: str
@@ -148,7 +150,10 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the config, with --weights after the import; ConfigError, CheckpointError or DataError if that is impossible."""
+    """Print the config, with --weights after the import.
+
+    Raises ConfigError, CheckpointError or DataError if that is impossible.
+    """
     kind = _kind(args)
     refuse(_problems(args, kind))
     if kind == MEGATRON:
@@ -203,7 +208,7 @@ def _kind(args: argparse.Namespace) -> str:
 
 
 def _path(args: argparse.Namespace) -> Path:
-    """Path of the source. A folder in the working directory takes precedence over a shipped config with that name."""
+    """Path of the source. A folder in the working directory takes precedence over a shipped config with the same name."""
     # Path.is_dir raises for an invalid file name.
     return Path(args.source) if os.path.isdir(args.source) else config_path(args.source)  # noqa: PTH112
 
@@ -241,7 +246,7 @@ def _of_size(args: argparse.Namespace) -> _Model:
 
 
 def _vocabulary(prefix: str) -> int:
-    """Vocabulary size: as recorded for the corpus's tokenizer; for a corpus without a record, the largest id found + 1."""
+    """Vocabulary size in the corpus's record, or the largest id found + 1 if there is no record."""
     record = read_record(prefix)
     return record.num_embeddings if record is not None else IndexedTokens(prefix).ids(MOST_IDS)[1] + 1
 
@@ -256,7 +261,10 @@ def _of_config(args: argparse.Namespace) -> _Model:
 
 
 def _of_hugging_face(args: argparse.Namespace) -> _Model:
-    """Read a folder or a config.json. Samples have the requested length, or else the model's, at most DEFAULT_SEQ_LENGTH."""
+    """Read a folder or a config.json.
+
+    If no sample length is requested, samples have the model's length, but at most DEFAULT_SEQ_LENGTH.
+    """
     path = _path(args)
     if args.weights:
         from triaxis.models.interop.huggingface.weights import open_folder  # torch, after the command line is right
@@ -292,7 +300,10 @@ def tokenizers_of(folder: Path) -> list[str]:
 
 
 def is_imported(found: "HuggingFaceModel", source: Path, out: Path) -> bool:
-    """Whether `out` holds an import of this same folder and sequence length that is newer than all of its files."""
+    """Whether `out` already holds an import of `source`.
+
+    The import must be newer than every file in `source`, and made for the same sequence length.
+    """
     from triaxis.engine.checkpoint.directory import find
     from triaxis.engine.checkpoint.format.manifest import MANIFEST
 
@@ -324,7 +335,10 @@ def _number(text: str, option: str) -> int:
 
 
 def _lasting_name(name: str, model: _Model, out: Path) -> str:
-    """Return a tokenizer name that is valid from any folder: an absolute path (in `out` if weights are imported), or a name."""
+    """Return a tokenizer name that is valid from any folder.
+
+    It is an absolute path (in `out` if weights are imported) or a name.
+    """
     if model.found is not None and model.folder is not None and name == str(model.folder / TOKENIZER_JSON):
         return str((out / TOKENIZER_JSON).absolute())
     return str(Path(name).absolute()) if Path(name).exists() else name
@@ -387,6 +401,6 @@ def _about_corpus(prefix: str | None, match: Match | None, planned: PlannedRun) 
 
 
 def _beginning(match: Match) -> str:
-    """The corpus's first tokens as text on one line, so that a person can see whether they are words."""
+    """The corpus's first tokens as text on one line."""
     corpus: IndexedTokens = match.corpus
     return repr(match.tokenizer.decode(corpus.tokens(0, 0, SHOWN_TOKENS).tolist()))

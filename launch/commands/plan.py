@@ -1,4 +1,4 @@
-"""`triaxis plan`: find the fastest layouts of a config on a cluster, by predicted step time and memory, without a device."""
+"""`triaxis plan` finds a config's fastest layouts on a cluster, by predicted step time and memory."""
 
 import argparse
 import math
@@ -81,7 +81,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print the layouts, and write the chosen config; ConfigError if no layout is legal or fits."""
+    """Search, print the layouts, and write the chosen config. Raises ConfigError if no layout is legal or fits."""
     check_counts(top=args.top)
     _check_endings(args)
     if not 0 <= args.margin < math.inf:

@@ -1,4 +1,4 @@
-"""`triaxis prepare`: convert text files to one corpus in Megatron's .bin/.idx format, with a progress bar.
+"""`triaxis prepare` converts text files to one corpus in Megatron's .bin/.idx format.
 
 texts/, web.jsonl.zst, books/*.parquet, or --stdlib  -->  PREFIX.bin, PREFIX.idx (tokens)  +  PREFIX.json (its content and hashes)
 """
@@ -127,7 +127,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the corpus and describe it; DataError for the user's mistakes."""
+    """Prepare the corpus and describe it. Raises DataError for the user's mistakes."""
     if bool(args.input) == args.stdlib:
         raise DataError(
             "give either --input with files, or --stdlib for the sources of Python's standard library. Without text there "
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _keyed(word: str, patterns: Sequence[str]) -> tuple[str | None, str]:
-    """Split a --text-key word into (path in --input, key); the path is None for a key that applies to all paths."""
+    """Split a --text-key word into (path in --input, key). The path is None for a key that applies to all paths."""
     path, equals, key = word.rpartition("=")
     return (path, key) if equals and path in patterns else (None, word)
 
@@ -199,7 +199,7 @@ class Speed:
 
 @contextmanager
 def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[Done], None]]:
-    """Show a progress bar on a terminal, or an occasional line in a log file; yield the function that updates it."""
+    """Show a progress bar on a terminal, or an occasional line in a log file. Yields the function that updates it."""
     speed = Speed(total_bytes)
     if not console.is_terminal:
         yield LogLines(console, speed, total_bytes)

@@ -1,4 +1,4 @@
-"""`triaxis report`: a run directory as one self-contained HTML page, or its timelines as one file for Perfetto.
+"""`triaxis report` writes a run directory as one HTML page, or its timelines as one file for Perfetto.
 
 runs/<name>/timeline/attempt_00/rank_*.json   ->   runs/<name>/timeline.json
 """
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page as a whole or not at all; with --timeline, write the timeline and print its path.
+    """Write the page as a whole or not at all. With --timeline, write the timeline and print its path.
 
     Raises:
         TriaxisError: the run or the cluster does not exist, the page cannot be written, or (--timeline) no rank wrote a timeline.

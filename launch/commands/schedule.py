@@ -1,4 +1,4 @@
-"""`triaxis schedule`: print a pipeline schedule, prove that it runs, or time it; needs no device and no torch.
+"""`triaxis schedule` prints, proves or times a pipeline schedule, without a device or torch.
 
 print    pp, vpp, microbatches  ->  the actions of each rank, the lowered program, a timeline in the terminal or as a picture
 check    the same, or a config  ->  complete, in order, free of deadlock under rules stricter than NCCL's
@@ -100,7 +100,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def add_sizes(parser: CommandParser) -> None:
-    """Add a config argument, and options with the pipeline's sizes for a command line without a config."""
+    """Add a config argument, and options with the pipeline's sizes to use without a config."""
     parser.takes(CONFIG, "sizes of this run, in place of --pp --vpp --microbatches --name", required=False)
     add_world_size(parser, "with a config: ranks, from which the data-parallel size follows")
     parser.add_argument(
@@ -120,7 +120,7 @@ def add_sizes(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print, check or time a schedule; 0 if it is correct, otherwise ScheduleError or ConfigError."""
+    """Print, check or time a schedule. Returns 0 if it is correct, otherwise raises ScheduleError or ConfigError."""
     console = Console(highlight=False, soft_wrap=True)
     if args.verb == "times":
         _times(console, args)
@@ -165,7 +165,7 @@ def asked_for(args: argparse.Namespace) -> Schedule:
 
 
 def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
-    """Refuse a schedule with more than `MOST_PASSES` forward passes; the schedule itself refuses sizes below 1."""
+    """Refuse a schedule with more than `MOST_PASSES` forward passes."""
     passes = max(pp, 0) * max(vpp, 0) * max(num_microbatches, 0)
     if passes > MOST_PASSES:
         raise ScheduleError(
@@ -176,7 +176,7 @@ def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
 
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
-    """Build the schedules that a run with this config uses: for a training step and for a validation."""
+    """Build the schedules of a run with this config, for a training step and for a validation."""
     from triaxis.engine.config.plan import batch_plan
 
     config, dp = _read(args)
@@ -189,7 +189,7 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
 
 
 def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
-    """Read the config and its data-parallel size; None if nothing sets it."""
+    """Read the config and its data-parallel size. The size is None if nothing sets it."""
     from triaxis.engine.config.load import load_config
     from triaxis.engine.config.plan import data_parallel_size
 
@@ -208,9 +208,9 @@ def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
 
 
 def usual_dp(config: "Config") -> int:
-    """Largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 if there is none.
+    """Largest data-parallel size that leaves each pipeline at least `USUAL_ROUNDS` x pp microbatches, or 1.
 
-    With a schedule file, it is the size that gives each pipeline the file's number of microbatches.
+    With a schedule file, each pipeline gets the file's number of microbatches.
     """
     if (file := config.schedule.file) is not None:
         return max(1, config.train.global_batch_size // (config.train.micro_batch_size * file.text.num_microbatches))
@@ -285,7 +285,7 @@ def _check(console: Console, to_check: list[Schedule], args: argparse.Namespace)
 
 
 def _times(console: Console, args: argparse.Namespace) -> None:
-    """Simulate the lowered program of a step, sends and receives included, and print the times."""
+    """Simulate the lowered program of a step, with sends and receives, and print the times."""
     if args.config is None:
         if args.cluster is not None:
             raise ScheduleError("--cluster without a config: seconds follow from the sizes of a model. Name a config.")

@@ -1,4 +1,4 @@
-"""`triaxis topology`: show each rank's node, groups and links; starts no process.
+"""`triaxis topology` shows each rank's node, groups and links, and starts no process.
 
 sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/pictures/topology_text.py)
                                                    ->  with --output a picture  (launch/pictures/topology_picture.py)
@@ -57,7 +57,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the layout; TopologyError or ConfigError if there is no such layout."""
+    """Print the layout. Raises TopologyError or ConfigError if there is no such layout."""
     check_counts(world_size=args.world_size)
     if args.ranks_per_node is not None and args.ranks_per_node < 1:
         raise TopologyError(

@@ -1,4 +1,4 @@
-"""`triaxis train`, which `launch/pretrain_gpt.sh` calls: config and overrides -> ranks (launch/start/launcher.py)."""
+"""`triaxis train` starts ranks from a config and overrides (launch/start/launcher.py)."""
 
 import argparse
 import os
@@ -49,7 +49,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the run; return its exit code."""
+    """Start the run. Return its exit code."""
     asked = request(args)
     if hostfile.is_asked_for(os.environ):
         flags = [FROM_SCRATCH] if args.from_scratch else []

@@ -1,4 +1,4 @@
-"""`triaxis verify`: proof that a layout trains the same model as one process, or the first thing that differs."""
+"""`triaxis verify` proves that a layout trains the same model as one process, or names the first difference."""
 
 import argparse
 import os
@@ -148,7 +148,7 @@ def _oracle(word: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the verification; exit code 0 if equal, 1 if different, 2 if it cannot be run."""
+    """Run the verification. The exit code is 0 if equal, 1 if different, 2 if it cannot be run."""
     if args.steps is None:
         args.steps = DEFAULT_STEPS if args.oracle is None else NUM_STEPS
     refuse(_problems(args))
@@ -221,7 +221,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _run_matrix(console: Console, args: argparse.Namespace) -> int:
-    """Run the trials, printing a line for each as soon as it is decided; a trial that cannot run ends the matrix."""
+    """Run the trials, and print a line for each as soon as it is decided. A trial that cannot run ends the matrix."""
     trials = matrix(
         args.config, tuple(args.overrides), num_steps=args.steps, dtype=args.dtype, most_ranks=args.max_ranks
     )
@@ -256,7 +256,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_oracle(console: Console, args: argparse.Namespace) -> int:
-    """Compare our one process and each layout with an oracle; print each certificate as soon as it is decided."""
+    """Compare our one process and each layout with an oracle, and print each certificate."""
     asked = oracle_trial(
         args.config,
         args.overrides,
@@ -286,7 +286,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_subject(console: Console, args: argparse.Namespace) -> int:
-    """Judge another engine: print a line for each layout as soon as it is decided, and a certificate if it differs."""
+    """Judge another engine. Print a line for each layout, and a certificate if it differs."""
     asked = subject_trial(
         args.config,
         args.overrides,
@@ -332,7 +332,7 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
 
 
 def _show_line(console: Console, number: int, total: int, verdict: Verdict, words: str) -> None:
-    """Print one verdict as a line with its largest error, and below it the cause of a difference."""
+    """Print one verdict as a line with its largest error, then the cause of a difference."""
     largest = max(error for error, _ in verdict.largest.values())
     answer = "[green]equal[/]    " if verdict.equal else "[bold red]different[/]"
     console.print(f"{number:>4}/{total}  {answer}  {largest:.1e}  {words}")
@@ -350,7 +350,7 @@ def _features(row: Row) -> str:
 
 
 def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:
-    """Build the verdict as JSON: what was compared, the distances, and the config that reproduces the runs."""
+    """Build the verdict as JSON, with the distances and the config that reproduces the runs."""
     return {
         "equal": verdict.equal,
         "layout": _layout(asked.config),
@@ -368,7 +368,7 @@ def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> d
 
 
 def planned(trials: Sequence[Trial], against: str = ONE_PROCESS) -> dict[str, object]:
-    """Build a dry run's JSON: the layouts that would be compared, and the config for each run."""
+    """Build a dry run's JSON, with the layouts that would be compared and each run's config."""
     return {
         "against": against,
         "trials": [{"layout": _layout(one.config), "config": one.config.model_dump(mode="json")} for one in trials],
@@ -381,7 +381,7 @@ def _layout(config: Config) -> str:
 
 
 def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
-    """Print the certificate for people: what was compared, then the verdict."""
+    """Print for people what was compared, then the verdict."""
     _show_tables(console, asked, verdict, against)
     if verdict.equal:
         console.print("[bold green]equal[/]: this layout trains the same model.")
@@ -449,7 +449,7 @@ def _model(config: Config) -> str:
 
 
 def _add_column(table: Table, name: str, *, is_name: bool, justify: Literal["left", "right"]) -> None:
-    """Add a column; a narrow terminal folds names and never shortens numbers."""
+    """Add a column. A narrow terminal folds names and never shortens numbers."""
     table.add_column(name, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
 
 

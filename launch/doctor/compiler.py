@@ -1,8 +1,8 @@
-"""Look for the tools that compile a run's kernels on this node: a C compiler, and this Python's headers.
+"""Look for the tools that compile a run's kernels on this node, a C compiler and Python's headers.
 
     torch.compile  ->  triton  ->  a launcher for each kernel, built by gcc or clang with Python.h
 
-If either is missing, `auto` kernels run operator by operator, several times slower on a GPU, and the run prints one line about it.
+If one is missing, `auto` kernels run operator by operator, several times slower on a GPU.
 """
 
 import os
@@ -35,7 +35,7 @@ def read_compiler(variables: Mapping[str, str] = os.environ, headers: Path | Non
 
 
 def judge_compiler(seen: Examination) -> Iterator[Finding]:
-    """Check that triton can build kernels; without GPUs this is no warning, since only a kernel named `compiled` needs it."""
+    """Check that triton can build kernels. Without GPUs this is no warning, since only a kernel named `compiled` needs triton."""
     facts = [(one, one.compiler) for one in seen.facts if one.compiler is not None]
     lacking: dict[str, list[str]] = {}
     for one, compiler in facts:

@@ -1,4 +1,4 @@
-"""Collect the facts that one rank can find out by itself about its node: versions, GPUs, sockets, data files."""
+"""Collect the facts that one rank can find out by itself about its node."""
 
 import hashlib
 import os
@@ -40,8 +40,6 @@ def collect(
 
     Args:
         rank, node: index of this rank and index of its node in the layout.
-        device: the rank's device.
-        dtype: the run's dtype.
         config_text: resolved configuration, which must be equal everywhere.
         data_files: files of all corpora.
         first_of_node: whether this rank calls nvidia-smi for the whole node.
@@ -81,7 +79,7 @@ def collect(
 
 
 def network() -> NetworkFacts:
-    """Read the sockets of this process and its launcher; process groups must be connected, so that theirs are included."""
+    """Read the sockets of this process and its launcher. Process groups must be connected before."""
     name = os.environ.get(GLOO_VARIABLE, "")
     states = {one: state for one, state in psutil.net_if_stats().items() if state.isup}
     addresses = [

@@ -16,7 +16,7 @@ _GPU = re.compile(r"GPU(\d+)")
 
 
 def uuids(text: str) -> dict[int, str]:
-    """Parse the node's GPU UUIDs, without the prefix `GPU-`, as torch has them; skip lines in another form."""
+    """Parse the node's GPU UUIDs, without the prefix `GPU-`, as torch has them. Lines in another form are skipped."""
     found = {}
     for line in text.splitlines():
         number, _, uuid = (word.strip() for word in line.partition(","))
@@ -53,6 +53,6 @@ def by_uuid(matrix: Mapping[int, Mapping[int, str]], uuid: Mapping[int, str]) ->
 
 
 def summary(matrix: Mapping[int, Mapping[int, str]]) -> str:
-    """Summarize a node's links in words that can be compared with other nodes, such as `28 x NV18`."""
+    """Summarize a node's links in comparable words, such as `28 x NV18`."""
     counted = Counter(link for row, cells in matrix.items() for column, link in cells.items() if row < column)
     return ", ".join(f"{count} x {link}" for link, count in sorted(counted.items())) or "none"

@@ -1,7 +1,7 @@
 """Find the nodes that are out of line, from all ranks' facts and rates.
 
-Nodes are compared with each other, never with a table of what hardware should do. A value is out of line if most nodes have
-another. A rate is out of line below half the median over equal groups (`SLOW`). Every rank computes the same findings.
+Nodes are compared only with each other. A value is out of line if most nodes have another. A rate is out of line if it is below
+half the median over equal groups (`SLOW`). Every rank computes the same findings.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ MOST_NAMED = 6
 
 
 def judge(seen: Examination) -> list[Finding]:
-    """Run all checks in order; a check that applies and finds nothing wrong gives one OK."""
+    """Run all checks in order. A check that applies and finds nothing wrong gives one OK."""
     checks: tuple[Callable[[Examination], Iterable[Finding]], ...] = (
         judge_nodes,
         judge_versions,
@@ -146,7 +146,7 @@ def judge_gpus(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_interfaces(seen: Examination) -> Iterator[Finding]:
-    """Check that the groups use an interface that leads to other nodes, and the fastest one."""
+    """Check that the groups use an interface that leads to other nodes, and the node's fastest one."""
     used = [one for one in seen.facts if one.network.interface]
     if len({one.node for one in used}) < 2:
         return
@@ -177,7 +177,7 @@ def judge_interfaces(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_listeners(seen: Examination) -> Iterator[Finding]:
-    """Check that the run listens only on the cluster's interface. (The loopback leads to no other machine.)"""
+    """Check that the run listens only on the cluster's interface or the loopback."""
     outside = {
         one.rank: [
             address for address in one.network.listening if address != one.network.address and not _is_inside(address)
@@ -227,7 +227,7 @@ def judge_folders(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_disk(seen: Examination) -> Iterator[Finding]:
-    """Check that there is room for all checkpoints that are kept, and for one more while it is written."""
+    """Check that there is room for all checkpoints that are kept, and for one more."""
     needs = seen.needs
     if not needs.save_bytes:
         return
@@ -306,7 +306,7 @@ def judge_clocks(seen: Examination) -> Iterator[Finding]:
 
 
 def _usual(values: Mapping[int, str]) -> str:
-    """Most common value; in a tie, the first rank's value if it is among the tied ones, else the alphabetically last."""
+    """Most common value. In a tie, the first rank's value if it is tied, else the alphabetically last."""
     counts = Counter(values.values())
     first = values[min(values)]
     return max(counts, key=lambda value: (counts[value], value == first, value))

@@ -1,12 +1,9 @@
-"""Check two node limits that NCCL can exceed: memory that a process may lock, and the size of /dev/shm.
+"""Check two node limits that NCCL can exceed, locked memory and the size of /dev/shm.
 
-    RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against this
-                     limit. `ulimit -l` shows it; a login shell, SLURM's daemon and a container may each set another value.
-    /dev/shm         ranks on one node that cannot reach each other's GPU memory exchange data through files there, megabytes per
-                     peer and channel. Docker and Kubernetes give 64 MB by default.
-
-The advice is in `launch/start/process/named_causes.py`, which also appends it to NCCL's errors; `triaxis doctor` prints it before a
-run.
+RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against this
+                 limit. A login shell, SLURM's daemon and a container may each set another value.
+/dev/shm         ranks on one node that cannot reach each other's GPU memory exchange data through files there, megabytes per
+                 peer and channel. Docker and Kubernetes give 64 MB by default.
 """
 
 import os
@@ -29,10 +26,10 @@ def read_limits(
     status: Path = Path("/proc/self/status"),
     infiniband: Path = Path("/sys/class/infiniband"),
 ) -> LimitFacts:
-    """Read this process's limits.
+    """Read this process's limit on locked memory, and the size of /dev/shm.
 
     Args:
-        shared: folder for shared memory.
+        shared: folder for shared memory, normally /dev/shm.
         status: the kernel's status file for this process.
         infiniband: folder with one entry per adapter.
     """
@@ -55,7 +52,7 @@ def _may_lock(status: Path) -> bool:
 def judge_limits(seen: Examination) -> Iterator[Finding]:
     """Compare each node's limits with those at which NCCL is known to fail.
 
-    The findings are warnings only, because NCCL has just worked within these limits to measure rates.
+    The findings are only warnings, because NCCL has just worked within these limits.
     """
     facts = [(one, one.limits) for one in seen.facts if one.limits is not None]
     if not facts:

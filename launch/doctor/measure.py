@@ -1,7 +1,7 @@
-"""Measure what needs at least two ranks: bandwidth of groups and paths, clock offsets, folders that nodes share.
+"""Measure bandwidth, clock offsets and shared folders, which needs at least two ranks.
 
-Bus bandwidth is defined as in nccl-tests: the bytes per second that a ring moves over each link. So operations and group sizes
-can be compared with each other and with the hardware. t is the time per call, n the number of ranks:
+Bus bandwidth is the bytes per second that a ring moves over each link, as in nccl-tests. So operations and group sizes can be
+compared. With t as the time per call and n as the number of ranks, it is:
 
     all-reduce         2 (n-1)/n x bytes of the tensor / t
     all-gather         (n-1)/n x bytes of the whole (n shards) / t
@@ -42,12 +42,10 @@ PATIENCE_SECONDS = 10.0
 
 
 def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -> list[GroupRate]:
-    """Measure the rates of this rank's groups; all groups on an axis run at the same time, and each group times itself.
+    """Measure the rates of this rank's groups. All groups on an axis run at the same time.
 
     Args:
-        topology: this rank's topology.
         sizes: messages to time; all ranks pass the same list.
-        dtype: dtype of the tensors.
     """
     found = []
     for size in sizes:
@@ -71,7 +69,7 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
 
 
 def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
-    """Count the bytes that a rank sends; `num_bytes` is the size of the shard for an all-gather, of the whole tensor otherwise."""
+    """Count the bytes that a rank sends. `num_bytes` is a shard's size for an all-gather, else the whole tensor's."""
     part = (size - 1) / size
     shares = {
         "all_reduce": 2 * part,
@@ -84,7 +82,10 @@ def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
 
 
 def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
-    """Return the seconds per call of the slowest member, in the best round; all-to-all sends equally many rows to each member."""
+    """Return the seconds per call of the slowest member, in the best round.
+
+    All-to-all sends equally many rows to each member.
+    """
     equal = [tensor.numel() // axis.size] * axis.size
     call: Callable[[], torch.Tensor] = {
         "all_reduce": lambda: axis.all_reduce(tensor, PURPOSE).wait(),
@@ -118,7 +119,6 @@ def path_rates(
         axis: axis that contains all members.
         phases: pairs (sender, receiver), by index on the axis; no member is in two pairs of the same phase.
         size: message size, with its labels.
-        device: this rank's device.
     """
     found = []
     tensor = torch.zeros(max(1, size.num_bytes), dtype=torch.uint8, device=device)
@@ -138,7 +138,7 @@ def path_rates(
 def _send_and_time(axis: Axis, peer: int, tensor: torch.Tensor) -> float:
     """Return the seconds per call, in the best round.
 
-    A round lasts from the receiver's message that it is ready to its message that it has received everything.
+    A round begins when the receiver says that it is ready, and ends when it says that it has received everything.
     """
 
     def round_of(num_calls: int) -> float:
@@ -166,7 +166,7 @@ def _receive(axis: Axis, peer: int, tensor: torch.Tensor) -> None:
 
 
 def _number(axis: Axis, peer: int, device: torch.device, value: float | None = None) -> float:
-    """Send `value` to a member, or receive a number from it if `value` is None; return the number."""
+    """Send `value` to a member and return it. If `value` is None, receive a number and return that."""
     tensor = torch.tensor([0.0 if value is None else value], dtype=AGREEMENT_DTYPE, device=device)
     _one(axis, "recv" if value is None else "send", tensor, peer)
     return float(tensor.item())
@@ -192,8 +192,8 @@ def _settle(device: torch.device) -> None:
 def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) -> NodeClock | None:
     """Compare this node's clock with rank 0's; None unless this rank is its node's first.
 
-    Rank 0 records the times of its request and of the answer, and assumes that the answer was sent halfway between. The quickest
-    of `PINGS` rounds counts; half its duration is the largest possible error.
+    Rank 0 assumes that the answer was sent halfway between its request and the arrival. The quickest of `PINGS` rounds counts. Half
+    its duration is the largest possible error.
     """
     grid, world, device = topology.grid, topology.axis("world"), topology.device
     firsts = range(0, grid.world_size, grid.ranks_per_node)
@@ -223,11 +223,9 @@ def check_folders(
 ) -> tuple[RootFacts, ...]:
     """Write into each folder on every node, and check that the others can read it.
 
-    If a folder does not exist yet, its test files go to its nearest parent that exists on rank 0's node. The files are removed;
-    nothing else is created.
+    The test files of a missing folder go to its nearest parent that exists on rank 0's node. All test files are removed.
 
     Args:
-        topology: this rank's topology.
         roots: configuration key -> folder; the same on all ranks.
         patience_seconds: time limit for another node's file to appear.
     """
@@ -264,7 +262,7 @@ def _nearest(path: Path) -> Path:
 
 
 def _write(path: Path, content: str) -> str:
-    """Write a file; return the reason for a failure, or an empty text."""
+    """Write a file. Return the reason for a failure, or ""."""
     try:
         with path.open("w") as file:
             file.write(content)
@@ -290,7 +288,7 @@ def _reads(path: Path, content: str, deadline: float) -> bool:
 
 
 def gather_rates(world: Axis, mine: Sequence[GroupRate], device: torch.device) -> list[GroupRate]:
-    """Gather each group's rate once, as measured by its first rank; for a path, by its sender."""
+    """Gather each group's rate from its first rank, and each path's from its sender."""
     texts = gather_text(world, json.dumps([asdict(one) for one in mine]), device, PURPOSE, most_bytes=None)
     found = []
     for rank, text in enumerate(texts):

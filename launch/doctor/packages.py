@@ -1,7 +1,7 @@
-"""Look for the packages that a run may use on this node, and try those that may not work.
+"""Look for the packages that a run may use on this node, and try some.
 
     torch, megatron-core, wandb    found by their metadata
-    transformer-engine, apex       loaded as in a run that names them; a small computation in each is compared with torch's
+    transformer-engine, apex       loaded as in a run; a small computation in each is compared with torch's
 
 Packages lead to no finding, because a run that names an unusable one is refused anyway.
 """

@@ -2,9 +2,9 @@
 
 
 def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """List phases, each a list of (sender, receiver): ranks send to their counterparts on the next node, then on the previous.
+    """List phases of pairs (sender, receiver), which are counterparts on neighbouring nodes.
 
-    No rank is in two pairs of a phase.
+    Sends to each next node come first, then sends to the previous one. No rank is in two pairs of a phase.
     """
     num_nodes = world_size // ranks_per_node
     steps = [1, -1] if num_nodes > 2 else [1]

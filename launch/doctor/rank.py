@@ -1,4 +1,4 @@
-"""A rank of `triaxis doctor`: joins as for training, collects facts, measures; rank 0 reports."""
+"""Run one rank of `triaxis doctor`, which joins as for training, collects facts and measures."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ MOST_MEASUREMENTS = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of `[config.yaml, section.key=value ..., --json, --output=FILE]`; every rank ends with the same exit code."""
+    """Run one rank of `[config.yaml, section.key=value ..., --json, --output=FILE]`. Every rank returns the same exit code."""
     with join_run([word for word in argv if not word.startswith((JSON_FLAG, OUTPUT_FLAG))]) as rank:
         seen = examine(rank.topology, rank.config)
         findings = judge(seen)
@@ -82,10 +82,8 @@ def examine(
     """Collect and measure everything, with the same result on every rank. All ranks call it.
 
     Args:
-        topology: this rank's topology.
-        config: the run's configuration.
         roots: folders to check; None: the config's.
-        clock: this node's clock, in seconds.
+        clock: function () -> this node's time in seconds.
         patience_seconds: time limit for another node's file to appear.
         most_measurements: limit on measurements while some rates are slow.
         path_bytes: message size from node to node.

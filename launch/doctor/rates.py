@@ -14,10 +14,10 @@ MOST_NAMED = 6
 
 
 def judge_groups(seen: Examination) -> Iterator[Finding]:
-    """Compare the rates of groups on one axis with equal operations, bytes, ranks and nodes, and name the slow groups.
+    """Compare the rates of comparable groups (`equal_groups`), and name the slow ones.
 
-    A host is blamed if its groups are slow, unless another group on it is as fast as its equals. Inside one node, gloo's ranks
-    share the processors with each other and with other programs, so a slow group there gives only a warning.
+    A host in a slow group is blamed, unless another group on the host is fast. A slow gloo group inside one node gives only a
+    warning, because its ranks share the processors.
     """
     by_rank = {one.rank: one for one in seen.facts}
     found = False
@@ -45,8 +45,8 @@ def judge_groups(seen: Examination) -> Iterator[Finding]:
 def judge_paths(seen: Examination) -> Iterator[Finding]:
     """Compare paths between nodes, one direction at a time.
 
-    A host is blamed for its sends if all of them are slow, and one of their receivers is fast with another host. The same holds for
-    its receives and their senders. Between two hosts the slow end cannot be known.
+    A host is blamed for its sends if all are slow, but some receiver is fast with another host. Its receives are judged the same
+    way. Between only two hosts the slow end cannot be known.
     """
     if not seen.paths:
         return
@@ -124,7 +124,7 @@ def all_equal(seen: Examination) -> bool:
 
 
 def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usual: float) -> Finding:
-    """Compare the median path with the interface's stated rate, for gloo only: NCCL may send over other links."""
+    """Compare the median path with the interface's stated rate. For gloo only, because NCCL may send over other links."""
     stated = min(by_rank[one.ranks[0]].network.mbits for one in seen.paths) * 1e6 / 8
     per_node = max(1, len(seen.facts) // len({one.node for one in seen.facts}))
     if seen.needs.backend == "gloo" and stated and usual * per_node < BELOW_INTERFACE * stated:
@@ -139,7 +139,10 @@ def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usua
 
 
 def equal_groups(groups: Iterable[GroupRate], by_rank: Mapping[int, RankFacts]) -> list[list[GroupRate]]:
-    """Collect sets of two or more comparable groups: same axis, operation and bytes, over equally many ranks and nodes."""
+    """Collect sets of two or more comparable groups.
+
+    Such groups have the same axis, operation, bytes, number of ranks and number of nodes.
+    """
     found: dict[tuple[object, ...], list[GroupRate]] = {}
     for one in groups:
         num_nodes = len({by_rank[rank].node for rank in one.ranks})
@@ -158,7 +161,7 @@ def best(first: Sequence[GroupRate], second: Sequence[GroupRate]) -> tuple[Group
 
 
 def middle(values: Sequence[float]) -> float:
-    """Median; for an even count, the larger middle value, so that the slower of two lies below it."""
+    """Median. For an even count, the larger of the two middle values."""
     return sorted(values)[len(values) // 2]
 
 

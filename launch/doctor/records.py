@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Level(Enum):
-    """The severity of a finding; only FAIL changes the exit code."""
+    """The severity of a finding. Only FAIL changes the exit code."""
 
     OK = "OK"
     WARN = "WARN"
@@ -16,13 +16,13 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A result of one check: that all is well, or one thing that is out of line.
+    """A result of one check, either that all is well or one thing that is out of line.
 
     Attributes:
         check: name of the check ("versions", "clocks", ...).
         text: finding in words.
         hosts: hosts that are out of line; empty if none can be named.
-        advice: what to do; empty for OK.
+        advice: remedy; empty for OK.
     """
 
     level: Level
@@ -38,7 +38,7 @@ class RootFacts:
 
     Attributes:
         key: configuration key ("runtime.runs_dir").
-        path: folder with the test file: the folder itself, or its nearest parent that exists.
+        path: folder with the test file, either the folder itself or its nearest parent that exists.
         sees_rank_0: whether this rank could read rank 0's file, with its content.
         seen_by_rank_0: whether rank 0 could read this node's file.
         problem: reason why a write failed here; empty: it succeeded.
@@ -55,7 +55,7 @@ class RootFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeClock:
-    """A node's clock minus rank 0's, in seconds; the true offset is within `precision_seconds`."""
+    """A node's clock minus rank 0's, in seconds. The true offset is within `precision_seconds`."""
 
     offset_seconds: float
     precision_seconds: float
@@ -102,8 +102,8 @@ class PackageFacts:
     Attributes:
         name: installed name.
         version: installed version; "" if it is not installed.
-        use: what a run does with it.
-        problem: reason why it cannot be used here; "" if it can, or was not tried.
+        use: use of the package in a run.
+        problem: reason why the package cannot be used here; "" if it can, or was not tried.
     """
 
     name: str
@@ -143,16 +143,16 @@ class RankFacts:
 
     Attributes:
         rank: global rank.
-        node: its node's number in the layout.
+        node: the node's number in the layout.
         host: machine name.
         equal: values that must not differ, such as versions and drivers, by name.
-        alike: values that may differ, but seldom should.
-        network: network used by its sockets.
+        alike: values that seldom should differ.
+        network: network used by the rank's sockets.
         roots: folders that the run writes to.
         corpora: size of each data file in bytes; None: it does not exist.
-        gpu: its GPU's UUID; None on the CPU.
-        peers: UUIDs of GPUs whose memory its GPU can reach.
-        links: links between all pairs of this node's GPUs, by UUID, as `nvidia-smi topo` names them; from a node's first rank.
+        gpu: UUID of the rank's GPU; None on the CPU.
+        peers: UUIDs of GPUs whose memory the rank's GPU can reach.
+        links: links between all pairs of the node's GPUs, by UUID, as `nvidia-smi topo` names them; from a node's first rank.
         clock: clock compared with rank 0's; from a node's first rank.
         limits: limits on the process.
         packages: packages that the run may use.
@@ -199,8 +199,8 @@ class Size:
     """A message that the run will send.
 
     Attributes:
-        axis, op: axis of its group, and its operation.
-        num_bytes: bytes as the ledger counts them: the whole tensor, but the shard for an all-gather.
+        axis, op: axis of the group, and the operation.
+        num_bytes: bytes of the whole tensor, or of the shard for an all-gather.
         calls: calls per step and rank.
     """
 
@@ -217,11 +217,11 @@ class GroupRate:
     Attributes:
         axis: the group's axis.
         op: operation, as the ledger names it.
-        num_bytes: bytes per call, as the ledger counts them (the shard for an all-gather).
+        num_bytes: bytes per call, counted as in `Size`.
         calls: calls per step of the run, per rank.
         ranks: members, or sender and receiver.
         seconds: slowest member's time per call, in the best round.
-        bytes_per_second: bus bandwidth: ring bytes per rank / seconds.
+        bytes_per_second: bus bandwidth, as ring bytes per rank / seconds.
     """
 
     axis: str
@@ -258,7 +258,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All facts and rates: `groups` on the layout's axes, `paths` between two ranks on different nodes, in one direction."""
+    """All facts and rates. `groups` are on the layout's axes. A path leads from one rank to one on another node."""
 
     needs: Needs
     facts: tuple[RankFacts, ...]

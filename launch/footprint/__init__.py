@@ -1,1 +1,4 @@
-"""Count one rank's messages, memory and operators in any layout: the engine's own code runs on tensors that hold no memory."""
+"""Counts one rank's messages, memory and operators in any layout.
+
+The engine's own code runs on tensors that hold no memory.
+"""

@@ -1,19 +1,16 @@
-"""Count live bytes by kind as storages are created and freed, and operators by the part of the model that runs them.
+"""Count live bytes by kind, and operators by module.
 
-Every operator passes a dispatch mode, which sees new storages; a weak reference reports when one is freed. This counts exactly what
-tensors hold at every moment, whether they are real or fake. An allocator's rounding and caching are not included.
+The counts are exact, for real and for fake tensors. An allocator's rounding and caching are not included.
 
 Each storage has one kind at a time:
 
     parameters, gradients, optimizer    labeled when the watch begins
-    p2p                                 the tensors passed to a send or a receive, until autograd saves them
-    logits, activations                 the tensors that autograd saved for the backward, at the head or elsewhere
+    p2p                                 passed to a send or a receive, until autograd saves them
+    logits                              saved by autograd for the backward at the head
+    activations                         saved by autograd for the backward elsewhere
     temporaries                         all else
 
-A backward operator belongs to the module whose forward created its autograd node. Nodes are numbered in order, and the
-numbers at which modules begin and end are recorded.
-
-The largest tensor that an operator created is recorded with its module and operator.
+A backward operator belongs to the module whose forward created its autograd node.
 """
 
 import weakref
@@ -36,7 +33,7 @@ MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "log
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A storage that autograd keeps for a backward: where it was saved, its shape as saved, and its bytes."""
+    """A storage that autograd keeps for a backward."""
 
     site: str
     shape: tuple[int, ...]
@@ -46,7 +43,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor with memory of its own: the module that requested it, the operator that created it, its shape, dtype and bytes."""
+    """A tensor with memory of its own.
+
+    Attributes:
+        site: module that requested the tensor.
+        operator: operator that created the tensor.
+    """
 
     site: str
     operator: str
@@ -64,7 +66,12 @@ class _Storage:
 
 @dataclass
 class Peak:
-    """The moment with the most live bytes: bytes by kind, and the module that was running."""
+    """The moment with the most live bytes.
+
+    Attributes:
+        by_kind: bytes by kind.
+        site: module that was running.
+    """
 
     by_kind: dict[MemoryKind, int] = field(default_factory=dict)
     site: str = ""
@@ -79,10 +86,10 @@ class Extremes:
     """Peak values since the last reset.
 
     Attributes:
-        most: peak bytes by kind, for the kinds that grew; these peaks may be at different moments.
-        peak: the moment with the most live bytes, among those at which a storage was created; None: none was created.
-        largest: largest tensor created, the first of several equal ones; None: none was created.
-        ops: number of times that each operator was dispatched, by (place, name).
+        most: peak bytes of each kind that grew; the peaks may be at different moments.
+        peak: largest moment at which a storage was created; None: no storage was created.
+        largest: largest tensor created, the first of several equal ones; None: no tensor was created.
+        ops: number of dispatches of each operator, by (place, name).
     """
 
     most: dict[MemoryKind, int] = field(default_factory=dict)
@@ -96,10 +103,10 @@ class MemoryWatch(TorchDispatchMode):
 
     Attributes:
         live: current bytes by kind.
-        step: peaks and counts since `forget_peak`; they begin with the bytes that were live at that time.
+        step: peaks and counts since `forget_peak`.
         part: peaks and counts since `begin_part`, within the step.
-        phase: place under which operators outside all modules are counted.
-        saved: tensors that autograd saved in each chunk's first forward, in order, each storage once.
+        phase: place for operators outside all modules.
+        saved: tensors that autograd saved in each chunk's first forward, in order; each storage is listed once.
     """
 
     def __init__(self) -> None:
@@ -156,7 +163,7 @@ class MemoryWatch(TorchDispatchMode):
         self._storages[key] = _Storage(num_bytes, "temporaries", weakref.ref(storage, freed))
 
     def label(self, tensor: torch.Tensor, kind: MemoryKind) -> None:
-        """Set the kind of the tensor's storage, which counts as that kind from now on."""
+        """Set the kind of the tensor's storage from now on."""
         self._see(tensor)
         storage = self._storages[id(tensor.untyped_storage())]
         self.live[storage.kind] -= storage.num_bytes
@@ -170,7 +177,7 @@ class MemoryWatch(TorchDispatchMode):
             extremes.most[kind] = max(extremes.most.get(kind, 0), live)
 
     def forget_peak(self) -> None:
-        """Begin a new step: reset the peak, the operator counts and the saved tensors."""
+        """Begin a new step. The peak, the operator counts and the saved tensors are reset."""
         self.step = Extremes(dict(self.live), Peak(dict(self.live), ""))
         self.begin_part()
         self.saved.clear()
@@ -182,7 +189,7 @@ class MemoryWatch(TorchDispatchMode):
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Exclude tensors that are created in the block from the step and from the device's memory."""
+        """Exclude tensors that are created in the block from all counts."""
         self._is_outside = True
         try:
             yield
@@ -197,13 +204,14 @@ class MemoryWatch(TorchDispatchMode):
         logits: Sequence[str],
         places: Mapping[str, str],
     ) -> Iterator[None]:
-        """Name saved tensors by the module that was running; those in a module listed in `logits` count as logits.
+        """Name saved tensors by the module that was running.
 
-        Our hooks see the tensors that autograd saves. The policies in `saving` have hooks that run before ours, and pass what they
-        keep to `on_saved` themselves; their copies in host memory are not counted.
-
-        `places` groups operators: the name of a chunk's child -> its place. A chunk's own operators count toward the last child's
-        place, or toward the place for "" before any child has run.
+        Args:
+            modules: the model's chunks.
+            saving: policies whose own hooks pass what they keep to `on_saved`; copies in host memory are not counted.
+            logits: names of modules whose saved tensors count as logits.
+            places: place for each child of a chunk, by the child's name, under which operators are counted. A chunk's own operators
+                count toward the last child's place, or toward the place for "" before any child has run.
         """
         self._places = places
         hooks = []
@@ -268,14 +276,14 @@ class MemoryWatch(TorchDispatchMode):
 
     @property
     def _work(self) -> str:
-        """The module that is running, forward or backward; outside both, the phase."""
+        """Return the module that is running, forward or backward, or else the phase."""
         if self._sites:
             return "".join(self._site)
         of_node = self._of_node(self._node_sites)
         return f"{of_node} (backward)" if of_node else self.phase
 
     def _of_node(self, found: Sequence[str]) -> str:
-        """Return the entry of `found` for the module whose backward runs; "" if there is none."""
+        """Return the entry of `found` for the module whose backward runs, or ""."""
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
@@ -285,7 +293,10 @@ class MemoryWatch(TorchDispatchMode):
 
     @property
     def _site(self) -> tuple[str, str]:
-        """(chunk, module in the chunk) whose forward runs; ("", "") outside a forward, and in a backward's recomputation."""
+        """Return (chunk, module in the chunk) whose forward runs.
+
+        The result is ("", "") outside a forward, and in a backward's recomputation.
+        """
         return self._sites[-1] if self._sites else ("", "")
 
     def _see(self, tensor: torch.Tensor, operator: str = "") -> None:
@@ -303,7 +314,7 @@ class MemoryWatch(TorchDispatchMode):
                 extremes.largest = NewTensor(self._work, operator, tuple(tensor.shape), tensor.dtype, num_bytes)
 
     def on_saved(self, tensor: torch.Tensor) -> None:
-        """Record a tensor that is kept for a backward, under the running module; outside `looking_at`, do nothing."""
+        """Record a tensor that is kept for a backward, under the running module. Outside `looking_at`, nothing is recorded."""
         if self._logits is None:
             return
         self._see(tensor)

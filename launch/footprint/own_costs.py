@@ -1,8 +1,8 @@
-"""Measure the costs that an extension's parts add to a layer, in four steps without data: one layer and two, extended and not.
+"""Measure the costs that an extension's parts add to a layer.
 
-A step with two layers minus a step with one cancels the ends of the model. The result with the extension minus the result without
-it cancels what both share. Our layers' formulas stay the base of every prediction. The difference is measured where the parts
-run: on one rank of tp x cp.
+Four steps run without data: with one layer and with two, each with and without the extension. The difference between two layers and
+one cancels the ends of the model. The difference between extended and not cancels what both share. All steps are measured on one
+rank of tp x cp.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ from triaxis.models.predict.traffic import measured_traffic
 
 
 class OwnCostsMeter:
-    """Measured costs of extensions, each measured once per combination of layout sizes that it depends on."""
+    """Measured costs of extensions, one measurement per combination of layout sizes."""
 
     def __init__(self) -> None:
         self._known: dict[object, OwnCosts] = {}
 
     def __call__(self, config: Config, sizes: ParallelSizes) -> OwnCosts:
-        """Return the costs in this layout; `NO_COSTS` if no layer parts are extended."""
+        """Return the costs in this layout, or `NO_COSTS` if no layer parts are extended."""
         own = config.model.own
         if not own.with_parameters():
             return NO_COSTS
@@ -67,10 +67,10 @@ def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
 
 
 def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> NDArray[np.int64]:
-    """Run a step with one microbatch on the first rank, with nothing recomputed, and count its costs.
+    """Run a step with one microbatch on the first rank, and count its costs.
 
     Returns:
-        int64 [4]: bytes kept for the backward, FLOPs, bytes sent over tp, calls over tp.
+        int64 [4]: bytes kept for the backward, FLOPs, bytes sent over tp, and calls over tp.
     """
     # Imported here: few runs have parts to measure.
     import torch
@@ -113,5 +113,5 @@ def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool
 
 
 def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
-    """Count FLOPs for total += left @ right from the shapes: torch's counter handles only forms that return a new tensor."""
+    """Count the FLOPs of total += left @ right from the shapes."""
     return 2 * left[0] * left[1] * right[1]

@@ -1,14 +1,17 @@
-"""Cut a step into parts, one per pipeline instruction, and add up a long step from a short step's parts.
+"""Cut a short step into parts, and add up a longer step from them.
 
-    start | 0F0 | send | 0F1 | send, receive | 0B0 | ... | finish | update          a part: its calls, operators, live bytes
+There is one part per pipeline instruction, with its calls, operators and live bytes:
 
-An instruction's work depends on a few facts about it (`Likeness`). For an action: its kind and chunk, and whether its
-microbatch is the chunk's first or last (a bucket's last gradient posts its reduction). For a group call: its sends and
-receives, and the number of sends in flight before it. Where main grads are in slots, an action also waits for the sums of
-earlier actions, so their kinds, chunks and order are facts too. A long row of instructions is then added up from a short
-row's parts. Calls and operators are summed; peaks follow from the live bytes carried from part to part. Two parts that are
-alike and differ in their work are an error. (No microbatch tensor is left when the update begins, so that part starts from
-its own live bytes.)
+    start | 0F0 | send | 0F1 | send, receive | 0B0 | ... | finish | update
+
+An instruction's work depends on a few facts about it, its `Likeness`:
+
+    action        kind, chunk, and whether the microbatch is the chunk's first or last
+    group call    its sends and receives, and the number of sends in flight before it
+
+Where main grads are in slots, an action also waits for the sums of earlier actions. So these actions' kinds, chunks and order are
+facts too. Two parts that are alike and differ in their work are an error. Calls and operators of a longer step are summed over the
+parts of its row. Peaks follow from the live bytes carried from part to part.
 """
 
 from collections import Counter
@@ -28,12 +31,14 @@ Likeness = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait for one call. `of` says how the call is found, also in a longer row:
+    """A wait for one call.
+
+    `of` says how the call is found, also in a longer row:
 
     - own: call number `call` in the waiting part
     - fed: the receive that feeds the waiting action
-    - before: call number `call` in an earlier `action` (kind, chunk), with `distance` newer ones of the same kind and chunk
-    - end: call number `call` in an earlier part, `distance` parts before `finish`
+    - before: call number `call` in an earlier `action` (kind, chunk), with `distance` later actions of that kind and chunk
+    - end: call number `call` in the part that is `distance` parts before `finish`
     """
 
     of: Literal["own", "fed", "before", "end"]
@@ -47,12 +52,13 @@ class InstructionCost:
     """Calls, operators and memory of one instruction.
 
     Attributes:
-        calls: posts (numbered from 0 in this part) and waits, in order.
+        calls: posts and waits, in order; posts are numbered from 0.
         ops: operators dispatched, by (place, name).
-        change: bytes by kind at its end, less those at its beginning.
-        most: peak bytes per kind that grew in it, less the kind's live bytes at its beginning.
-        peak: largest moment at which a storage was new, less the live bytes at its beginning; None: no storage was new.
-        largest: largest tensor created; None: none was.
+        change: bytes by kind at the part's end, less those at its beginning.
+        most: peak bytes of each kind that grew, less the kind's live bytes at the part's beginning.
+        peak: largest moment at which a storage was created, less the live bytes at the part's beginning; None: no storage was
+            created.
+        largest: largest tensor created; None: no tensor was created.
     """
 
     calls: tuple[Event | Wait, ...]
@@ -65,7 +71,7 @@ class InstructionCost:
 
 @dataclass
 class Total:
-    """A whole step, added up from parts: equal to `MemoryWatch.step` and the step's ledger."""
+    """A whole step, added up from parts. The total equals `MemoryWatch.step` and the step's ledger."""
 
     log: list[Event] = field(default_factory=list)
     extremes: Extremes = field(default_factory=Extremes)
@@ -77,7 +83,7 @@ class Recorder:
     Args:
         watch: entered watch on which `forget_peak` was just called.
         ledger: the topology's ledger.
-        program, rank: program, and the pp rank whose row runs.
+        program, rank: the program, and the pp rank whose row runs.
     """
 
     def __init__(self, watch: MemoryWatch, ledger: Ledger, program: Program, rank: int) -> None:
@@ -94,12 +100,12 @@ class Recorder:
         self._where: dict[int, tuple[int, int]] = {}
 
     def __call__(self, instruction: Instruction | None) -> None:
-        """End the previous instruction's part; None: all instructions have run."""
+        """End the previous instruction's part. None: all instructions have run."""
         self._end_part()
         self.watch.phase = "gradients" if instruction is None else "pipeline"
 
     def begin_update(self) -> None:
-        """Begin the update: the gradients are complete, and no microbatch tensor is left."""
+        """Begin the update, when the gradients are complete."""
         self._end_part()
         self.update_start = Counter(self.watch.live)
 
@@ -157,12 +163,12 @@ class Recorder:
 
 
 def feeding_transfer_of(schedule: Schedule, rank: int, instruction: Instruction) -> Transfer | None:
-    """Return the transfer that an instruction waits for, if it is an action that needs one."""
+    """Return the transfer that an action waits for. None: the instruction is no action, or needs no transfer."""
     return None if isinstance(instruction, Post) else feeding_transfer(schedule, rank, instruction)
 
 
 def likenesses(program: Program, rank: int, *, has_slots: bool = False) -> list[Likeness]:
-    """List the likeness of each instruction in pp rank `rank`'s row; `has_slots`: main grads are in slots (ZeRO-2)."""
+    """List the likeness of each instruction in pp rank `rank`'s row. `has_slots` says that main grads are in slots (ZeRO-2)."""
     last = program.schedule.num_microbatches - 1
     found: list[Likeness] = []
     counts: dict[tuple[Kind, int], int] = {}
@@ -182,7 +188,10 @@ def likenesses(program: Program, rank: int, *, has_slots: bool = False) -> list[
 
 
 def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
-    """Whether the short row has each likeness in the long one, and twice, for comparison, if the long one has it twice."""
+    """Whether the short row has each likeness in the long row.
+
+    A likeness that the long row has twice must also occur twice in the short row.
+    """
     have = Counter(short)
     return all(have[likeness] >= min(count, 2) for likeness, count in Counter(long).items())
 
@@ -194,7 +203,7 @@ class PartBook:
     Attributes:
         live_at_start, live_at_update: live bytes when the step and its update begin.
         start, finish, update: parts around the row.
-        by_likeness: part for each likeness.
+        by_likeness: one part for each likeness.
         has_slots: whether main grads are in slots.
     """
 
@@ -232,7 +241,7 @@ class PartBook:
         return all(each in self.by_likeness for each in likenesses(program, rank, has_slots=self.has_slots))
 
     def add_up(self, program: Program, rank: int) -> Total:
-        """Add up pp rank `rank`'s step; its stages must be the recorded rank's, or equal to them."""
+        """Add up pp rank `rank`'s step. The rank's stages must be the recorded rank's, or equal to them."""
         return _Sum(self, program, rank).total()
 
 
@@ -318,6 +327,6 @@ class _Sum:
 
 
 def _difference(after: Any, before: Any) -> dict[MemoryKind, int]:
-    """Return after - before for kinds that differ."""
+    """Return after - before, for each kind that differs."""
     changed = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in after.keys() | before.keys()}
     return {kind: change for kind, change in changed.items() if change}

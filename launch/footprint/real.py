@@ -1,8 +1,7 @@
-"""Run training steps of one rank in any layout on the local device: real kernels, streams and allocator, in a fake world.
+"""Run training steps of one rank on the local device, in a fake world.
 
-The other ranks do not exist. A receive leaves its buffer as it is, so loss and gradients are meaningless. They may not be finite;
-then the optimizer's kernels run and change nothing. What is real: the kernels, their shapes and order, the
-allocator's memory, and the rank's compute time, as if its network took none.
+The other ranks do not exist. A receive leaves its buffer as it is, so loss and gradients are meaningless and may not be finite. The
+kernels, their shapes and order, the allocator's memory and the rank's compute time are real. Messages take no time.
 """
 
 import time
@@ -36,8 +35,8 @@ class RealSteps:
     Attributes:
         coordinates: the rank's coordinates.
         seconds: time of each step after the warm-up.
-        peak_allocated_bytes: peak memory held by tensors in the steps, as the GPU's allocator rounds it; None on the CPU.
-        peak_reserved_bytes: peak memory that the allocator reserved for them; None on the CPU.
+        peak_allocated_bytes: peak memory held by tensors, as the GPU's allocator rounds it; None on the CPU.
+        peak_reserved_bytes: peak memory that the allocator reserved; None on the CPU.
         events: posts in the last step's ledger.
     """
 
@@ -99,7 +98,7 @@ def real_steps(
 
 @torch.no_grad()
 def draw_weights(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Draw weights with an ordinary standard deviation, in place: nothing here depends on their values."""
+    """Draw weights with an ordinary standard deviation, in place."""
     for parameter in parameters:
         parameter.value.normal_(std=WEIGHT_STD)
 

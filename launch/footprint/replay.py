@@ -1,9 +1,9 @@
-"""Execute many ranks' ledgers together under NCCL's rules, to find calls that would not match.
+"""Execute many ranks' ledgers together under NCCL's rules, to find calls that do not match.
 
-The rules are those in `triaxis.engine.pipeline.rendezvous`, for every call and not only for the pipeline's:
+The rules in `triaxis.engine.pipeline.rendezvous` are applied to every call:
 
-    communicator   one per group of ranks (two for a pipeline, one per direction); axes with the same ranks share it
-    call           a collective, or sends and receives posted together; equal at all its ends: operation, dtype, numel
+    communicator   one per group of ranks, shared by axes with the same ranks; a pipeline has one per direction
+    call           a collective, or sends and receives posted together; all ends have the same operation, dtype and numel
     wait           a step that needs one call
 """
 
@@ -23,7 +23,12 @@ Communicator = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Matched calls by axis: collectives (each once, however many members) and messages."""
+    """Matched calls by axis.
+
+    Attributes:
+        collectives: number of collectives; each counts once, however many members it has.
+        messages: number of messages.
+    """
 
     num_ranks: int
     collectives: dict[str, int]
@@ -36,8 +41,8 @@ def replay(
     """Run the ledgers of some ranks to their end.
 
     Args:
-        logs: posts and waits of each rank, in order; marks are ignored. Communicator members that have no log are
-            assumed to be copies of those that have: they join each call when these do. A pipeline must be complete.
+        logs: posts and waits of each rank, in order; marks are ignored. Members of a communicator that have no log are assumed to
+            join each call. A pipeline must be complete.
         grid: grid of all ranks.
         kv_heads, has_experts: the model's properties, as `Topology` takes them.
 
@@ -49,7 +54,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """Facts that all ends of a call must agree on, and the post they were read from; a message has no `op`."""
+    """The facts that all ends of a call must agree on, read from one post. A message has no `op`."""
 
     op: str
     dtype: object
@@ -94,7 +99,7 @@ class _Replay:
         return Replayed(len(self.rows), dict(collectives), dict(messages))
 
     def _row(self, rank: int, log: Sequence[Event]) -> Row:
-        """Translate a rank's ledger: posts in one group call become a call, a wait becomes a step."""
+        """Translate a rank's ledger. Posts in one group call become a call, and a wait becomes a step."""
         items: list[list[Event]] = []
         position_of: dict[int, int] = {}
         for event in log:

@@ -1,7 +1,8 @@
-"""Assume a routing for a footprint, whose tensors have no values: experts take turns, by the tokens' positions in their samples.
+"""Assume a routing for a footprint, whose tensors have no values.
 
-`model.moe.force_balanced` uses the same rule. Each of a token's k choices is the next expert. All E experts get equally many tokens
-if a rank's tokens per sample, times k, are a multiple of E.
+Experts take turns, as with `model.moe.force_balanced`. With k choices per token, the token at position p of its sample chooses
+experts p k .. p k + k - 1, modulo E. All E experts get equally many tokens if a rank's tokens per sample, times k, are a multiple
+of E.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ Counts = Sequence[Sequence[int]]
 
 
 def counts_in_turn(config: Config, grid: RankGrid, rank: int, rows: Sequence[Sequence[int]]) -> Counts:
-    """Count the choices of the ranks that share experts with `rank`; `rows` has each sample's document lengths."""
+    """Count the choices of the ranks that share experts with `rank`. `rows` has each sample's document lengths."""
     moe, sizes = config.model.moe, grid.sizes
     assert moe is not None, "a model with experts says which"
     first = rank - rank % sizes.expert_ranks
@@ -55,7 +56,7 @@ def known_rows(counts: Counts, grid: RankGrid, rank: int) -> KnownRows:
 
 
 def know_rows(engine: Engine, known: KnownRows) -> None:
-    """Give dispatch the numbers of rows, which it would otherwise read from tensors."""
+    """Give dispatch the numbers of rows, since fake tensors cannot tell them."""
     for chunk in engine.chunks:
         experts = cast(GPTChunk, chunk).context.experts
         assert experts is not None and isinstance(experts.dispatch, GatherDispatch | ExchangeDispatch)
@@ -63,6 +64,6 @@ def know_rows(engine: Engine, known: KnownRows) -> None:
 
 
 def choices_of_step(counts: Counts, config: Config, num_microbatches: int) -> Choices:
-    """Return the choices in a step, by layer, if every microbatch in every layer has these counts."""
+    """Return the choices in a step, by layer. Every microbatch in every layer has these counts."""
     total = [[num_microbatches * count for count in of_rank] for of_rank in counts]
     return dict.fromkeys(config.model.expert_layers, total)

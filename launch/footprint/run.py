@@ -1,10 +1,10 @@
-"""Run one training step of one rank in any layout, in one process: fake tensors, a fake process group, the engine's own code.
+"""Run one training step of one rank in any layout, in one process.
 
-Tensors have shapes and no memory, and collectives return at once, so a rank out of thousands fits on a laptop. The step counts
+The engine's own code runs on fake tensors in a fake process group. So a rank out of thousands fits on a laptop. The step counts
 calls and bytes in the ledger, live storages by kind, and dispatched operators.
 
-If there are many microbatches, only so many run that every kind of instruction in the rank's program occurs twice. The rest is
-added up over the whole step's program (`triaxis.launch.footprint.parts`). The tests prove it equal to the whole run.
+If there are many microbatches, only some of them run. The rest is added up over the whole step's program
+(`triaxis.launch.footprint.parts`).
 """
 
 from collections import Counter
@@ -71,17 +71,17 @@ class Footprint:
 
     Attributes:
         coordinates: the rank's coordinates.
-        stages: numbers of its pipeline stages.
+        stages: numbers of the rank's pipeline stages.
         num_microbatches: microbatches in the step.
-        run_microbatches: microbatches that were run; the others were added up.
-        state: bytes between steps: parameters, gradients, optimizer.
+        run_microbatches: number of microbatches that were run; the others were added up.
+        state: bytes of parameters, gradients and optimizer between steps.
         peak: moment with the most bytes.
-        most: peak bytes of each kind, each at a moment of its own.
+        most: peak bytes of each kind; the peaks may be at different moments.
         largest: largest tensor that an operator in the step created.
         saved: tensors that each chunk's first forward keeps for its backward, in order.
         log: posts and waits in the ledger.
-        ops: operators dispatched, by name, for each place: `PLACES`, and `pipeline`, `gradients` and `optimizer` outside the
-            model.
+        ops: number of dispatches by place and operator name. The places are `PLACES`, and `pipeline`, `gradients` and `optimizer`
+            outside the model.
     """
 
     coordinates: Coordinates
@@ -108,7 +108,7 @@ class Footprints:
     Args:
         config: the run's configuration; `parallel.dp` is set.
         build_model: model builder, as for training.
-        full: run every microbatch, and add nothing up.
+        full: whether every microbatch is run.
         counts: expert choices in every layer and microbatch; None: experts take turns (`launch/footprint/routing.py`).
     """
 
@@ -134,7 +134,7 @@ class Footprints:
         self._steps: dict[tuple[object, ...], list[tuple[Footprint, PartBook]]] = {}
 
     def counts_of(self, rank: int) -> Counts | None:
-        """Return the assumed choices of the ranks that share experts with this one; None: the model has no experts."""
+        """Return the assumed expert choices of the ranks that share experts with `rank`. None if the model has no experts."""
         if not self.config.model.has_experts or self._counts is not None:
             return self._counts
         return counts_in_turn(self.config, self.grid, rank, assumed_rows(self.config))
@@ -157,13 +157,13 @@ class Footprints:
     def of_stages(self) -> list[Footprint]:
         """Count the footprints of the ranks with tp and dp index 0, by pp index.
 
-        Ranks with equal chunks do the same work. One of them runs, and the others are added up from its parts, each
-        over its own program. (More than one runs if another's program has a kind of group call that the first lacks.)
+        Ranks with equal chunks do the same work. So one of them runs, and the others are added up from its parts. More than one
+        runs if the first rank's parts lack some kind of group call.
         """
         return [self._like(pp) for pp in range(self.sizes.pp)]
 
     def enough_microbatches(self, pp: int) -> int:
-        """Return the fewest microbatches, from a growing list, whose program has all likenesses in the whole step's program."""
+        """Return a number of microbatches with which a short step has all likenesses in the whole step."""
         whole = likenesses(self.program, pp, has_slots=self._has_slots)
         # An interleaved schedule's partial last group has the same size in the short step.
         group = self.sizes.pp if self.sizes.vpp > 1 and not self.sizes.is_v else 1
@@ -203,7 +203,7 @@ class Footprints:
 
     @contextmanager
     def watched_engine(self, config: Config, rank: int) -> Iterator[tuple[Engine, MemoryWatch]]:
-        """Build a rank's engine on fake tensors, inside an entered watch that counts the engine's memory and operators."""
+        """Build a rank's engine on fake tensors, inside an entered watch."""
         # Counting needs real tensors, so it happens outside FakeTensorMode.
         counts = self.counts_of(rank)
         with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
@@ -264,9 +264,10 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def assumed_documents(config: Config) -> list[int] | None:
-    """Return the document lengths in every sample, if attention is limited to documents; otherwise None.
+    """Return the document lengths in every sample.
 
-    All are `data.synthetic_document_length` long, or an eighth of the sample if that is not given; the last may be shorter.
+    All documents are `data.synthetic_document_length` long, or an eighth of the sample if that is not given. The last may be
+    shorter. None: attention crosses documents.
     """
     if config.data.attention == "across":
         return None
@@ -276,13 +277,13 @@ def assumed_documents(config: Config) -> list[int] | None:
 
 
 def assumed_rows(config: Config) -> list[list[int]]:
-    """Return the document lengths in each sample of a microbatch; if attention crosses documents, a sample is one document."""
+    """Return the document lengths in each sample of a microbatch. If attention crosses documents, a sample is one document."""
     lengths = assumed_documents(config)
     return [[config.model.seq_length] if lengths is None else lengths] * config.train.micro_batch_size
 
 
 def microbatches(engine: Engine) -> list[MicroBatch]:
-    """Build a step's microbatches, all equal; with `data.attention: within`, their documents are `assumed_documents`."""
+    """Build a step's microbatches, all equal. With `data.attention: within`, their documents are `assumed_documents`."""
     config, topology = engine.config, engine.topology
     b, device = engine.plan.micro_batch_size, topology.device
     rows = assumed_rows(config)
@@ -301,9 +302,10 @@ def microbatches(engine: Engine) -> list[MicroBatch]:
 
 
 def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch) -> tuple[Footprint, Recorder]:
-    """Run a whole step, on real or fake tensors, under the entered watch that the engine was built with; return it and its parts.
+    """Run a whole training step under a watch. Return (footprint, recorder of the step's parts).
 
-    (Real sends end when the network is done, so a real step's parts need not be alike.)
+    Enter the watch before the engine is built. If the process group is real, the network decides when sends end, so parts with the
+    same work may differ in memory.
     """
     for buffer in engine.buffers.buffers:
         for tensor in buffer.weights:
@@ -344,7 +346,10 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
 
 
 def looking_at(engine: Engine, watch: MemoryWatch) -> AbstractContextManager[None]:
-    """Let the watch see the tensors that the engine's chunks save, and the modules that operators work for."""
+    """Let the watch see the tensors that the engine's chunks save.
+
+    Operators are counted under the modules that they work for.
+    """
     modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
     return watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES)
 

@@ -1,4 +1,7 @@
-"""The rank for `triaxis footprint --measured`: two steps on random tokens; the second's ledger is compared with the formulas."""
+"""Run one rank for `triaxis footprint --measured`.
+
+Two steps run on random tokens, and the second step's ledger is compared with the formulas.
+"""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,7 +25,10 @@ Traffic = dict[Flow, Volume]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank; the exit code is 1 on every rank if any rank's ledger differs from its config's prediction."""
+    """Run one rank, and return the exit code.
+
+    The exit code is 1 on every rank if any rank's ledger differs from the prediction.
+    """
     with join_run(argv) as rank:
         measured, expected = one_step(rank)
         world = rank.topology.axis("world")
@@ -49,9 +55,9 @@ def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
 
 
 def choices_of_group(engine: Engine, chosen: torch.Tensor) -> Choices:
-    """Gather how often tokens chose each expert in a step, from the ranks that share this rank's experts.
+    """Gather how often tokens chose each expert in a step.
 
-    `chosen` has the counts for this rank's own tokens, int64 [layers, E].
+    `chosen` has this rank's own counts, int64 [layers, E]. The result covers all ranks that share this rank's experts.
     """
     assert engine.load is not None, "a model with experts counts their load"
     of_ranks = engine.topology.axis("experts").all_gather(chosen.unsqueeze(0), "traffic").wait().tolist()

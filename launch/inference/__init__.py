@@ -1,1 +1,1 @@
-"""Run commands that read a trained model: turn the command line into a job, and run the job on ranks."""
+"""Turns commands that read a trained model into jobs, and runs the jobs on ranks."""

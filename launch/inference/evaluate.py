@@ -1,4 +1,4 @@
-"""Worker for `triaxis evaluate`: compute a text's loss under the loaded model; rank 0 prints it, per token and per byte."""
+"""Computes a text's loss under the loaded model for `triaxis evaluate`."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
 def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -> tuple[TokenSource, int]:
     """Open the job's tokens, and count the bytes of their text.
 
-    Counting may need to decode the tokens. If it does and `count_bytes` is False, the count is 0.
+    The count is 0 if `count_bytes` is False and counting would need decoding.
     """
     limit = job["max_tokens"]
     if job["bin"] is not None:
@@ -87,7 +87,7 @@ def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -
 
 
 def bytes_of(text: TokenSource, tokenizer: Tokenizer) -> int:
-    """Count the UTF-8 bytes of the decoded tokens; end-of-document tokens count 0."""
+    """Count the UTF-8 bytes of the decoded tokens, without end-of-document tokens."""
     total = 0
     kept: list[int] = []
     for start in range(0, text.num_tokens, BLOCK_TOKENS):
@@ -108,9 +108,9 @@ def bytes_of(text: TokenSource, tokenizer: Tokenizer) -> int:
 
 
 def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, float | None]:
-    """Compute the loss in nats and the perplexity, per token and per byte, and bits per byte.
+    """Compute loss in nats and perplexity, per token and per byte, and bits per byte.
 
-    The values per byte are None if the text has no bytes; a perplexity is None if it overflows a double.
+    Values per byte are None if the text has no bytes. A perplexity is None if it overflows a double.
     """
     loss = loss_sum / num_tokens
     per_byte = loss_sum / num_bytes if num_bytes else None
@@ -129,7 +129,7 @@ def _exp(nats: float) -> float | None:
 
 
 def show_losses(console: Console, result: dict[str, Any]) -> None:
-    """Print a result: checkpoint, text and windows, and a table of losses on stdout; the speed on stderr."""
+    """Print a result with its table of losses on stdout, and the speed on stderr."""
     average = ", the moving average of its weights" if result["weights"] == "ema" else ""
     rows = {
         "checkpoint": f"{result['checkpoint']}{average}",
@@ -155,7 +155,7 @@ def show_losses(console: Console, result: dict[str, Any]) -> None:
 
 
 def _steps(batches: Batches, num_steps: int, *, show: bool) -> Iterator[Sequence[MicroBatch]]:
-    """Yield `num_steps` global batches; with `show`, draw a progress bar if stderr is a terminal."""
+    """Yield `num_steps` global batches. With `show`, draw a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     numbers = track(
         range(num_steps), "evaluate", console=console, transient=True, disable=not (show and console.is_terminal)

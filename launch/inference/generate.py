@@ -1,4 +1,4 @@
-"""Worker for `triaxis generate`: continue each prompt; rank 0 writes the text as it is generated."""
+"""Continues each prompt for `triaxis generate`; rank 0 writes the text as it is generated."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass
 class TokenTimes:
-    """Times of a prompt's start, first token and last token, by `time.monotonic`; the prompt's forward precedes the first token."""
+    """Times of a prompt's start, first token and last token, by `time.monotonic`."""
 
     started: float
     first: float = 0.0

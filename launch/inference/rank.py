@@ -1,4 +1,4 @@
-"""One rank of a command that reads a trained model: join the run, load this rank's part of the checkpoint, run the job."""
+"""Runs a job on one rank, with this rank's part of a trained model."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ from triaxis.models.inference.load import LoadedModel, load_model
 def run(argv: Sequence[str], work: Callable[[Rank, LoadedModel, dict[str, Any]], None]) -> int:
     """Run `work` with the loaded model and return 0.
 
-    If it fails, the exit code distinguishes a user's mistake (2) from a failure (1).
+    If `work` fails, the exit code is 2 for a user's mistake, else 1.
 
     Args:
-        argv: path of the config in the job's folder, then the overrides (`launch/inference/request.py`).
+        argv: path of the config in the job's folder, then the overrides.
         work: function that every rank calls; only rank 0 prints.
     """
     job = read_job(argv)

@@ -1,13 +1,14 @@
-"""Start a command that reads a trained model: from a checkpoint in any layout to ranks in the requested layout.
+"""Starts a command that reads a trained model, on ranks in the requested layout.
 
     triaxis generate CHECKPOINT [section.key=value ...] --tp 2 ..
-        |  checkpoint   its manifest gives model, tokenizer, dtype and kernels; the layout that wrote it does not matter
-        |  config       these sections in a one-process layout, overridden by the environment, then by --tp and dotted keys
-        |  job          the command's other arguments for the ranks, as JSON
+        |  checkpoint   the manifest of a checkpoint in any layout gives model, tokenizer, dtype and kernels
+        |  config       the manifest's values in a one-process layout, changed by the environment, --tp and dotted keys
+        |  job          the command's other arguments, as JSON
         v
-    one process: the worker, in this process    more: launch/start/launcher.py starts the ranks, as for training
+    one process        the worker runs in this process
+    several ranks      launch/start/launcher.py starts them, as for training
 
-Config and job are two files in a temporary folder. Every rank reads the config as it reads a training config.
+Every rank reads the config and the job from two files in a temporary folder.
 """
 
 import argparse
@@ -48,13 +49,13 @@ DTYPE_OF_WEIGHTS = {"bfloat16": "bf16", "float16": "fp32", "float32": "fp32", "f
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a user asked for: a checkpoint, and the configuration with which its model is read.
+    """A checkpoint that a user asked for, and the configuration for reading its model.
 
     Attributes:
         candidate: the checkpoint.
-        which: weights to read: the trained ones or their moving average.
+        which: weights to read, the trained ones or their moving average.
         tree: configuration before the environment and the overrides are applied.
-        overrides: dotted keys with values, also from --tp and the like.
+        overrides: dotted keys with values, including those for --tp, --pp and --dp.
         config: configuration after the environment and the overrides are applied.
     """
 
@@ -66,7 +67,7 @@ class Asked:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the arguments these commands share: the checkpoint, overrides, layout sizes, --weights, --json."""
+    """Add the arguments that all commands for trained models share."""
     parser.takes(CHECKPOINT, "step_00001000, a folder of checkpoints or a run directory (their latest)")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel ranks (default: 1)")
@@ -83,7 +84,7 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or lacks the requested weights.
-        ConfigError: the config has problems; all are listed.
+        ConfigError: the config has problems, which the message lists.
     """
     overrides = list(args.overrides)
     candidate = find(args.checkpoint)
@@ -131,7 +132,7 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
 
 
 def open_tokenizer(asked: Asked) -> tuple[Asked, Tokenizer]:
-    """Open the model's tokenizer; return `asked`, updated with the tokenizer's resolved name, and the tokenizer.
+    """Open the model's tokenizer. Return (`asked` with the tokenizer's resolved name, tokenizer).
 
     Raises:
         DataError: the tokenizer is not where the checkpoint says, it has ids without an embedding, or the model was trained with
@@ -163,8 +164,8 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
     """Run the worker's ranks and return their exit code. Only rank 0's output goes to stdout.
 
     Args:
-        worker: module that each rank runs: `main(argv) -> int`.
-        job: the command's arguments for the worker; `start` adds the checkpoint and the weights to read.
+        worker: module that each rank runs, with `main(argv) -> int`.
+        job: the command's arguments for the worker, without the checkpoint and the weights to read.
     """
     parallel = asked.config.parallel
     with tempfile.TemporaryDirectory(prefix="triaxis-") as name:
@@ -184,13 +185,13 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
 
 
 def read_job(argv: Sequence[str]) -> dict[str, Any]:
-    """Read the job that `start` wrote, in a rank with the arguments `argv`."""
+    """Read the job that `start` wrote, from a rank's arguments `argv`."""
     job: dict[str, Any] = json.loads(Path(argv[0]).with_name(JOB).read_text())
     return job
 
 
 def _write_config(folder: Path, candidate: Candidate, tree: Mapping[str, Any]) -> Path:
-    """Write the config to a file with the checkpoint's name, because messages show the file's name."""
+    """Write the config to a file with the checkpoint's name, which messages show."""
     path = folder / f"{candidate.folder.name}.yaml"
     path.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
     return path

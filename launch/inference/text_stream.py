@@ -1,7 +1,7 @@
-"""Decode text from tokens that arrive one at a time.
+"""Decodes text from tokens that arrive one at a time.
 
-ids    72  226 130 172  33           here each token is a byte; a BPE token, too, may hold a part of a character
-text   H   -   -   €    !            text that each token adds: nothing until a character is complete
+ids    72  226 130 172  33           here each token is a byte; a BPE token may also hold a part of a character text   H   -   -   €
+!            text that each token adds; nothing until a character is complete
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,9 @@ UNKNOWN = "�"
 
 
 class TextStream:
-    """Decoder for a growing text: it returns the text that each new token adds.
+    """Decoder for a growing text that returns the text that each new token adds.
 
-    Some tokenizers decode a token differently at the start of a text. So new tokens are decoded together with the tokens whose
-    text was returned last, and that text is then cut off.
+    New tokens are decoded together with earlier ones, because some tokenizers treat the start of a text differently.
 
     Args:
         before: the prompt's tokens, which the stream continues.
@@ -37,7 +36,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return the remaining text; an incomplete character becomes `UNKNOWN`."""
+        """Return the remaining text, in which an incomplete character becomes `UNKNOWN`."""
         text = self._new_text()
         self._shown, self._waiting = self._waiting, []
         return text

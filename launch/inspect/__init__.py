@@ -1,1 +1,1 @@
-"""Check and compare checkpoints, for `triaxis checkpoint`. Training ranks import nothing from here."""
+"""Checks and compares checkpoints for `triaxis checkpoint`. Training ranks import nothing from here."""

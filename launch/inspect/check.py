@@ -1,12 +1,11 @@
-"""Compare every byte of a checkpoint with its manifest, in one process without a process group.
+"""Compares every byte of a checkpoint with its manifest, in one process.
 
-    manifest.sha256   ->  manifest.json               each field, each file's size, every tensor element exactly once
-    safetensors head  ->  names, dtypes, offsets      other tools read the same tensors
-    xxh3              ->  every piece's bytes
-    fingerprint       ->  every piece's values, and the sum per kind
+    manifest.sha256      checks manifest.json: each field, each file's size, every tensor element exactly once
+    safetensors header   checks names, dtypes and offsets, which other tools read
+    xxh3                 checks every piece's bytes
+    fingerprint          checks every piece's values, and the sum per kind
 
-One piece is in memory at a time. The check goes on after a fault and reports all faults, so that a user knows which files to
-restore.
+One piece is in memory at a time. The check goes on after a fault and reports all faults.
 """
 
 import json
@@ -33,7 +32,7 @@ class CheckpointCheck:
 
     Attributes:
         folder: checkpoint folder.
-        manifest: the checkpoint's manifest; None: it could not be read.
+        manifest: the checkpoint's manifest; None if it cannot be read.
         problems: messages for all faults, each with the file's name; empty if every byte is as it was written.
     """
 
@@ -47,7 +46,7 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
 
     Args:
         folder: checkpoint folder.
-        progress: function that is called after each piece with the piece's number of bytes.
+        progress: function (number of bytes) that is called after each piece.
     """
     try:
         manifest = parse_manifest(folder)
@@ -115,7 +114,7 @@ def header_problems(path: Path, file: DataFile, manifest: Manifest) -> list[str]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Read the safetensors header; return (entries by name, byte offset at which the data begins)."""
+    """Read the safetensors header; return (entries by name, byte offset of the data)."""
     with path.open("rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         if length > _MOST_HEADER_BYTES:

@@ -1,9 +1,7 @@
-"""Compare two checkpoints, whatever layouts wrote them: which tensors differ, and where.
+"""Finds the tensors that differ between two checkpoints in any two layouts.
 
-    manifests     the pieces' fingerprints add up to one number per tensor, equal in any layout: different sums show which tensors
-                  differ
-    the bytes     read only for the first tensor that differs, and for tensors with different dtypes, whose fingerprints cannot be
-                  compared
+    manifests     each tensor's fingerprints add up to a number that is equal in any layout, so different sums show a difference
+    the bytes     are read for the first tensor that differs, and for tensors with different dtypes
 
 Tensors are read in flat ranges no larger than a piece, so memory does not grow with the model.
 """
@@ -30,7 +28,7 @@ Verdict = Literal["only in A", "only in B", "other shape", "other dtype", "other
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor as the manifest describes it: its shape, its pieces' dtypes, and the sum of their fingerprints modulo 2^64."""
+    """A tensor's shape, its pieces' dtypes, and the sum of their fingerprints modulo 2^64."""
 
     shape: tuple[int, ...]
     dtypes: frozenset[DType]
@@ -39,10 +37,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that differs between A and B, or may differ: with the verdict `other dtype`, only the bytes can show it.
+    """A tensor that differs, or may differ, between A and B. With the verdict `other dtype`, only the bytes can decide.
 
     Attributes:
-        one, other: the tensor in A and in B; None: it is missing there.
+        one, other: the tensor in A and in B; None: the tensor is missing there.
     """
 
     name: str
@@ -59,7 +57,7 @@ class ValueDifferences:
     Attributes:
         numel: number of elements compared.
         num_different: number of differing elements, compared by bits for equal dtypes, else by value.
-        first: global index of the first differing element, and the element's values in A and B; None: none differs.
+        first: global index of the first differing element, and its values in A and B; None: no element differs.
         largest_absolute, largest_relative: largest |a - b| and largest |a - b| / max(|a|, |b|), where a and b are both finite.
     """
 
@@ -91,13 +89,13 @@ def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
 def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
     """List the kinds of tensor that both checkpoints have.
 
-    These are only weights if one has no optimizer state, or if the two optimizers have no kind of state in common.
+    Weights are the only kind if the optimizer states have no kind in common.
     """
     return tuple(kind for kind in one.kinds if kind in other.kinds)
 
 
 def differences(one: Manifest, other: Manifest) -> list[TensorDifference]:
-    """List the tensors that differ or may differ according to the manifests: weights first, in the order of A's model."""
+    """List the tensors that differ or may differ according to the manifests. Weights come first, in the order of A's model."""
     ours, theirs = tensors_of(one), tensors_of(other)
     found = []
     for kind in compared_kinds(one, other):
@@ -150,7 +148,10 @@ def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> V
 
 
 def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value in A, value in B) for each leaf that differs between two JSON trees; "absent" if it is missing."""
+    """Yield (dotted key, value in A, value in B) for each leaf that differs between two JSON trees.
+
+    A missing value is "absent".
+    """
     ours, theirs = dict(flat(one)), dict(flat(other))
     for key in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(key, "absent"), theirs.get(key, "absent")
@@ -159,7 +160,7 @@ def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[t
 
 
 class _FlatReader:
-    """A reader for flat ranges of one tensor's elements, in the widest dtype among the tensor's pieces."""
+    """A reader for flat ranges of one tensor's elements, in the widest dtype of its pieces."""
 
     def __init__(self, candidate: Candidate, name: str, kind: Kind) -> None:
         self._folder, self._name, self._kind = candidate.folder, name, kind

@@ -1,1 +1,1 @@
-"""Draw charts, schedules and layouts as SVG and HTML, for pages and files."""
+"""Draws charts, schedules and layouts as SVG and HTML, for pages and files."""

@@ -1,8 +1,6 @@
-"""Draw charts as inline SVG: lines, dots, stacked columns, bars.
+"""Draws line, dot, column and bar charts as inline SVG.
 
-A chart has CSS classes instead of colours. The page's CSS defines the colours (`--c0` .. `--c11`), light or dark as the reader's
-system is.
-Every text passes through `escape`.
+A chart has CSS classes instead of colours. The page's CSS defines the colours (`--c0` .. `--c11`). Every text is escaped here.
 """
 
 import math
@@ -40,7 +38,7 @@ class Line:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """List at most `most` + 1 round numbers from `low` to `high`: the multiples of 1, 2 or 5 times a power of ten."""
+    """List at most `most` + 1 round numbers from `low` to `high`. They are multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -51,10 +49,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Reduce a line to about `most` points without losing a spike or a gap.
-
-    Each group of neighbouring points keeps the points with the smallest and largest y and the first gap. The line keeps both ends.
-    """
+    """Reduce a line to about `most` points without losing a spike or a gap. The line keeps its two ends."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -111,7 +106,7 @@ class _Frame:
 
 
 def scrolling(svg: str) -> str:
-    """Wrap a chart that fills the page's width, so that a narrow screen scrolls it sideways at a readable size."""
+    """Wrap a chart of the page's width so that it scrolls sideways on a narrow screen."""
     return f'<div class="wide">{svg}</div>'
 
 
@@ -133,7 +128,7 @@ def line_chart(
     small: bool = False,
     x_label: str = "step",
 ) -> str:
-    """Draw curves over a common x axis; if there are two or more, a legend stands above.
+    """Draw curves over a common x axis, with a legend for two or more.
 
     Args:
         label: description for readers who cannot see the chart.
@@ -270,7 +265,7 @@ def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[floa
     Args:
         label: chart description.
         names: part names, from the bottom up; the first has colour c0.
-        columns: (first step, last step, seconds per part) with ascending steps; a column covers both its first and last step.
+        columns: (first step, last step, seconds per part) with ascending steps; the last step is included.
     """
     highest = max(sum(values) for _, _, values in columns)
     frame = _Frame((columns[0][0] - 0.5, columns[-1][1] + 0.5), (0.0, highest * 1.04 or 1.0))
@@ -332,7 +327,7 @@ def stacked_bar_chart(
         label: chart description.
         names: part names, from the left; the first has colour c0.
         rows: (name, a value per part).
-        show: function that formats a value with its unit.
+        show: function (value) -> text with a unit.
         marks: (value, text) for at most two vertical lines; the first has its text at the left, the second at the right.
     """
     bar, gap, left, right = 16, 6, 60, 116
@@ -364,7 +359,7 @@ def stacked_bar_chart(
 
 
 def share_bar(label: str, parts: Mapping[str, float]) -> str:
-    """Draw one bar with shares that add up to 100 %, in the colours c0, c1, .. in the order of `parts`."""
+    """Draw one bar of shares that add up to 100 %. The colours c0, c1, .. follow the order of `parts`."""
     whole = sum(parts.values()) or 1.0
     drawn, left = [], 0.0
     for number, (name, value) in enumerate(parts.items()):

@@ -1,4 +1,4 @@
-"""Assemble a page: one HTML file without scripts, with a link to each section and tiles for numbers."""
+"""Assembles a page as one HTML file without scripts."""
 
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -15,7 +15,7 @@ LONG_VALUE = 15
 def html_document(
     title: str, heading: str, before: str, sections: Mapping[str, tuple[str, str]], footer: str, *, state: str = ""
 ) -> str:
-    """Assemble an HTML page. Titles, heading and footer are escaped here; arguments that are HTML are used as they are.
+    """Assemble an HTML page. Titles, heading and footer are escaped here; HTML arguments are not.
 
     Args:
         title: title for the browser's tab.
@@ -40,7 +40,7 @@ def html_document(
 
 
 def tiles(entries: Iterable[tuple[str, str]]) -> str:
-    """Write (name, value) tiles as HTML; both are escaped here."""
+    """Write (name, value) tiles as HTML. Names and values are escaped here."""
     shown = (
         f'<div class="tile"><b{_LONG if len(value) > LONG_VALUE else ""}>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in entries

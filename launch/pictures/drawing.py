@@ -1,8 +1,8 @@
-"""Write SVG elements, and SVG files with one picture each.
+"""Writes SVG elements, and SVG files with one picture each.
 
 The files in this folder draw these pictures:
 
-    charts.py              charts in a page: lines, dots, columns, bars
+    charts.py              charts in a page
     schedule_picture.py    `triaxis schedule print --form svg`
     topology_picture.py    `triaxis topology --output layout.svg`
 """

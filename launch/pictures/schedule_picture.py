@@ -1,4 +1,4 @@
-"""Draw a pipeline schedule: a row per pipeline rank, a bar per action, time to the right."""
+"""Draws a pipeline schedule with a row per pipeline rank and a bar per action."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ KEY = 200
 
 
 def draw_schedule(timeline: SimulatedTimeline, path: Path) -> None:
-    """Write the schedule to an SVG file, with a title, a time axis and a legend.
+    """Write the schedule to an SVG file.
 
     Raises:
         ScheduleError: the schedule has more than MOST_ACTIONS actions.
@@ -62,7 +62,7 @@ def schedule_chart(timeline: SimulatedTimeline, show: Callable[[float], str] | N
 
     Args:
         timeline: timed schedule.
-        show: function that formats a time with its unit, for the text under the pointer; None leaves the times out.
+        show: function (time) -> text with a unit, shown under the pointer; None leaves the times out.
     """
     row, left, right = 26, 62, 14
     num_ranks = len(timeline.intervals)
@@ -104,7 +104,7 @@ def _rows(
         left, top: corner of the first row, in pixels.
         width: width of the whole time span, in pixels.
         row: row height including the gap below, in pixels.
-        show: function that formats a time with its unit, for the text under the pointer; None leaves the times out.
+        show: function (time) -> text with a unit, shown under the pointer; None leaves the times out.
     """
     scale, parts = width / timeline.span, []
     for rank, intervals in enumerate(timeline.intervals):
@@ -126,13 +126,13 @@ def _rows(
 
 
 def _name(timeline: SimulatedTimeline, action: Action, of: str = "") -> str:
-    """Name an action: its kind, the words in `of`, and its chunk if ranks have several chunks."""
+    """Name an action by its kind, the words in `of`, and its chunk if ranks have several."""
     chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
     return f"{action.kind.words}{of}{chunk}"
 
 
 def colour_names(timeline: SimulatedTimeline) -> dict[str, str]:
-    """Map each colour in the picture to its meaning, a kind of action and its chunks; with many chunks, some share a colour."""
+    """Map each colour in the picture to its meaning. With many chunks, some chunks share a colour."""
     used = {Action(each.action.kind, each.action.chunk, 0) for row in timeline.intervals for each in row}
     actions: dict[str, list[Action]] = {}
     for action in sorted(used, key=lambda each: (list(Kind).index(each.kind), each.chunk)):

@@ -1,4 +1,4 @@
-"""Show a step's times in the terminal: ranks in a table, the critical path in words."""
+"""Shows a step's times in the terminal, as a table and a critical path."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,7 +16,10 @@ MOST_PIECES = 12
 
 
 def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
-    """Build a table with a row per rank: shares of the step's time, peak microbatches in flight, peak weight gradients held."""
+    """Build a table with a row per rank.
+
+    A row has shares of the step's time, peak microbatches in flight, and peak weight gradients held.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     held = facts.peak_held
     columns = ["rank", "busy", "bubble", "messages", "in flight", *(["held"] if any(held) else [])]
@@ -36,7 +39,7 @@ def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
 
 
 def path_summary(timeline: ProgramTimeline) -> str:
-    """Summarise the critical path by kind: `forward 31.0%, backward 62.1%, transfers 6.9%`."""
+    """Summarise the critical path by kind, as in `forward 31.0%, backward 62.1%, transfers 6.9%`."""
     seconds: dict[str, float] = {}
     for piece in timeline.critical_path:
         name = piece.what.kind.words if isinstance(piece.what, Action) else "transfers"
@@ -45,7 +48,7 @@ def path_summary(timeline: ProgramTimeline) -> str:
 
 
 def path_lines(timeline: ProgramTimeline) -> list[str]:
-    """Describe the critical path, one line per series of actions on one rank, or of transfers from one rank."""
+    """Describe the critical path with a line per series of actions or transfers on one rank."""
     lines = []
     groups = groupby(timeline.critical_path, key=lambda piece: (piece.rank, isinstance(piece.what, Transfer)))
     for (rank, is_transfer), pieces in groups:
@@ -63,7 +66,7 @@ def path_lines(timeline: ProgramTimeline) -> list[str]:
 
 
 def _shortened(actions: Sequence[Action]) -> str:
-    """Name the actions; of more than six, name the first two and the last, and count each kind."""
+    """Name the actions. More than six are shortened to the first two, the last, and a count of each kind."""
     if len(actions) <= 6:
         return " ".join(map(str, actions))
     counts = [f"{sum(each.kind is kind for each in actions)} {kind.value}" for kind in Kind]

@@ -1,17 +1,15 @@
-"""Time a lowered program event by event: its actions, its transfers, and each rank's waits.
+"""Times a lowered program event by event: its actions, its transfers, and each rank's waits.
 
-    rank 0  |  0F0  |  0F1  | ...                      actions in order; a post takes no time on its rank
-    0 -> 1          |---F0---|---F1---|                one transfer at a time from one rank to another
-    rank 1  |................|  0F0  |  ...            an action waits for its receive; a receive posted early costs nothing
+    rank 0  |  0F0  |  0F1  | ...                      actions run in order; a post takes no time on its rank
+    0 -> 1          |---F0---|---F1---|                one transfer at a time goes from one rank to another
+    rank 1  |................|  0F0  |  ...            an action waits for its receive; an early receive costs nothing
 
-A post starts a call, a group of transfers that run together. A rank reaches a post when all actions before the post have ended. A
-transfer begins when both ranks run the calls that contain it and the channel from source to destination is free. As under NCCL, a
-call begins after the previous call in the same group on the same rank has ended, and ends when all its transfers have ended. So an
-action may wait for a message other than its own. The groups `forward` and `backward` do not wait for each other.
+A post starts a call, a group of transfers that run together. A rank reaches a post when all earlier actions have ended. A transfer
+begins when its calls on both ranks run and its channel is free. As under NCCL, calls in one group on one rank run one after
+another. A call ends when all its transfers have ended. So an action may wait for a message other than its own. The groups `forward`
+and `backward` do not wait for each other.
 
-`triaxis.engine.pipeline.simulate` models no posts, calls or channels. Both simulations agree if messages take no time and the
-costs are those with which `lower` placed the posts. With other costs, a tensor may have to wait for a post that comes after a
-later action, or for an earlier call to end.
+`triaxis.engine.pipeline.simulate` models no posts, calls or channels.
 """
 
 import heapq
@@ -38,12 +36,12 @@ class Waits(NamedTuple):
 
 
 class PathSegment(NamedTuple):
-    """A segment of the critical path; the next segment begins at this one's end.
+    """A segment of the critical path.
 
     Attributes:
         what: action or transfer that runs in this segment.
         rank: the action's rank, or the transfer's source.
-        start, end: times in the unit of the costs.
+        start, end: times in the unit of the costs; the next segment starts at `end`.
     """
 
     what: Action | Transfer
@@ -60,7 +58,7 @@ class TransferTime:
         produced: end of the action that computed the tensor.
         start: time at which the transfer begins to use the channel.
         end: time at which the tensor has arrived at the destination.
-        ready: end of the receiver's call; from then on an action can use the tensor.
+        ready: end of the receiver's call, after which an action can use the tensor.
     """
 
     transfer: Transfer
@@ -77,7 +75,7 @@ class ProgramTimeline(SimulatedTimeline):
     Attributes:
         transfers: transfer times, in the order in which they start.
         waits: each rank's idle time.
-        critical_path: chain of segments from time 0 to the last action's end; each had to end before the next could begin.
+        critical_path: chain of segments from time 0 to the last action's end, each of which delayed the next.
     """
 
     transfers: tuple[TransferTime, ...]
@@ -106,7 +104,7 @@ def simulate_program(program: Program, costs: Costs) -> ProgramTimeline:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """An action on its rank; `cause` is the event that the action waited for last."""
+    """An action on its rank. `cause` is the event that the action waited for last."""
 
     what: Action
     rank: int
@@ -120,13 +118,13 @@ class _Call:
     """A group call on one rank.
 
     Attributes:
-        before, after: previous and next call on the same rank in the same direction; `before` must end before this call begins.
+        before, after: previous and next call on the same rank in the same direction.
         reached: time at which the rank posted the call.
-        cause: event that the call waited for last: an action on its rank, or the last transfer in `before`.
+        cause: event that the call waited for last, an action on its rank or the last transfer in `before`.
         unfinished: number of the call's transfers that have not ended.
         runs: whether the call was reached and `before` has ended.
         waiting: whether the rank is stopped at an action that needs this call.
-        end: time at which the call's last transfer, `last`, ended; None until then.
+        end: end of the call's last transfer, `last`; None until then.
     """
 
     rank: int
@@ -144,7 +142,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Moving:
-    """A transfer, the calls at its two ends, and the event that it waited for last."""
+    """A transfer, its two calls, and the event that it waited for last."""
 
     what: Transfer
     calls: list[_Call] = field(default_factory=list)
@@ -252,7 +250,7 @@ class _Run:
         heapq.heappush(self.events, (time, self.num_events, subject))
 
     def open(self, call: _Call, now: float) -> None:
-        """Start a call if the rank has reached it and the previous call has ended; begin transfers whose other call runs too."""
+        """Start a call if its rank has reached it and the previous call has ended. Begin transfers whose other call runs too."""
         if call.runs or call.reached > now or (call.before is not None and call.before.end is None):
             return
         call.runs = True
@@ -276,7 +274,7 @@ class _Run:
         self.at(moving.end, moving)
 
     def finish(self, moving: _Moving, now: float) -> None:
-        """End a transfer, and end its two calls if they have no other unfinished transfer."""
+        """End a transfer. Also end each of its two calls that has no other unfinished transfer."""
         for call in moving.calls:
             call.unfinished -= 1
             if call.unfinished:
@@ -313,7 +311,7 @@ class _Run:
 
 
 def _path(last: _Cause, span: float) -> tuple[PathSegment, ...]:
-    """Follow the causes back from `last` to time 0; list the segments in order, except those with zero length."""
+    """Follow the causes back from `last` to time 0. List the segments in order of time, without those of zero length."""
     segments: list[PathSegment] = []
     until = span
     while last is not None:

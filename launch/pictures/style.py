@@ -1,4 +1,4 @@
-"""The page's CSS: one column of cards, light or dark as the reader's system; nothing is loaded from elsewhere."""
+"""Holds the page's CSS, with one column of cards in a light or dark scheme."""
 
 COLOURS = (
     *("#2f6fb0", "#d9822b", "#3f8f4f", "#b0413e", "#7a5ca8"),

@@ -1,8 +1,7 @@
-"""Draw a layout: each node is a box, and each rank a cell in it.
+"""Draws a layout with a box for each node and a cell for each rank.
 
 A cell's hue shows the pipeline stage, and its lightness the index over dp and cp. So every tensor-parallel group has its own
-colour, and groups of one stage look related. Each line in a box has labels with the pp, dp and cp indices, then the cells of one
-tensor-parallel group. Nodes are in rank order.
+colour. Each line in a box shows one tensor-parallel group. The line begins with labels for the pp, dp and cp indices.
 """
 
 import colorsys
@@ -75,7 +74,7 @@ def words(grid: RankGrid) -> str:
 
 
 def legend(grid: RankGrid) -> str:
-    """Return the legend text that explains the colours; with context parallelism, lightness is the index over dp and cp."""
+    """Return the text that explains the colours."""
     return LEGEND if grid.sizes.cp == 1 else LEGEND_OF_CUT_SAMPLES
 
 
@@ -86,14 +85,14 @@ def _size(grid: RankGrid, columns: int) -> tuple[float, float]:
 
 
 def _box(grid: RankGrid) -> tuple[float, float]:
-    """Compute the width and height of one node's box, in cells; all nodes have boxes of this size."""
+    """Compute the width and height of every node's box, in cells."""
     lines = [_lines_of(grid, node) for node in range(grid.num_nodes)]
     widest, tallest = max(len(ranks) for node in lines for ranks in node), max(map(len, lines))
     return LABEL + widest + MARGIN, tallest + MARGIN + 0.8
 
 
 def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
-    """Draw each node's box as SVG elements; (`left`, `top`) is the first box's corner, in cells."""
+    """Draw each node's box as SVG elements. The upper left corner of the first box is (`left`, `top`), in cells."""
     width, height = _box(grid)
     parts = []
     for node in range(grid.num_nodes):
@@ -107,9 +106,9 @@ def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
 
 
 def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> list[str]:
-    """Draw one line as SVG elements: the labels with its pp, dp and cp indices, then a cell for each rank.
+    """Draw the labels and cells of one tensor-parallel group, as SVG elements in a line.
 
-    (`left`, `top`) is the line's corner, in cells.
+    The upper left corner of the line is (`left`, `top`), in cells.
     """
     at = grid.coordinates(ranks[0])
     parts = [
@@ -127,7 +126,10 @@ def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> li
 
 
 def _labels(grid: RankGrid, at: Coordinates) -> list[tuple[str, int, float]]:
-    """List (axis, index, distance below the line's top in cells) for each label before a line."""
+    """List the labels before a line of cells, each as (axis, index, y).
+
+    y is the label's distance from the top of the line, in cells.
+    """
     if grid.sizes.cp == 1:
         return [("pp", at.pp, 0.32), ("dp", at.dp, 0.66)]
     return [("pp", at.pp, 0.24), ("dp", at.dp, 0.5), ("cp", at.cp, 0.76)]
@@ -139,13 +141,13 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, **rest: st
 
 
 def _lines_of(grid: RankGrid, node: int) -> list[list[int]]:
-    """List the node's ranks, one list per tensor-parallel group, or per part of a group that spans nodes."""
+    """List the node's ranks, one list per tensor-parallel group. Groups that span nodes are split."""
     ranks = range(node * grid.ranks_per_node, (node + 1) * grid.ranks_per_node)
     return [list(group) for _, group in groupby(ranks, lambda rank: rank // grid.sizes.tp)]
 
 
 def _num_columns(grid: RankGrid) -> int:
-    """Choose the number of boxes per row: the divisor of the node count that brings width / height closest to 1.6."""
+    """Choose the number of boxes per row, a divisor of the node count. With this number, width / height is closest to 1.6."""
     lines = math.ceil(grid.ranks_per_node / grid.sizes.tp)
     shape = (lines + 1.9) / (min(grid.sizes.tp, grid.ranks_per_node) + LABEL + 1.1)
     wanted = max(1.0, math.sqrt(grid.num_nodes * 1.6 * shape))

@@ -1,12 +1,11 @@
-"""Describe a layout as text: nodes with their ranks, then each axis's groups.
+"""Describes a layout as text: nodes with their ranks, then each axis's groups.
 
     16 ranks: tp 2 x pp 2 x dp 4, on 2 nodes of 8
 
     node 0   pp 0   dp 0 [0 1]   dp 1 [2 3]   dp 2 [4 5]   dp 3 [6 7]
     node 1   pp 1   dp 0 [8 9]   ...
 
-Long lists are shortened in the middle: consecutive ranks read `0-7`, equal steps `0 8 .. 120`, and omitted groups or lines are
-counted.
+Consecutive ranks read `0-7`, equal steps `0 8 .. 120`. Long lists are shortened in the middle.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,7 @@ WIDTH = 110
 
 
 def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
-    """Describe the layout in lines of text. If `model` is given, the groups that only some models need are included."""
+    """Describe the layout in lines of text. With `model`, the groups that only some models need are included."""
     sizes = grid.sizes
     ranks, nodes = counted(grid.world_size, "rank"), counted(grid.num_nodes, "node")
     lines = [
@@ -60,7 +59,7 @@ def _replica(grid: RankGrid, at: Coordinates) -> str:
 
 
 def shorten(ranks: Sequence[int]) -> str:
-    """Format a list of ranks, as `0 1`, `0-7` or `0 8 .. 120`; ranks that are not equally spaced are all written."""
+    """Format a list of ranks, as `0 1`, `0-7` or `0 8 .. 120`. Ranks with unequal steps are all written."""
     steps = {after - before for before, after in pairwise(ranks)}
     if steps == {1} and len(ranks) > 4:
         return f"{ranks[0]}-{ranks[-1]}"
@@ -70,7 +69,7 @@ def shorten(ranks: Sequence[int]) -> str:
 
 
 def _node_lines(grid: RankGrid) -> Iterator[str]:
-    """Yield a line for each pipeline stage on each node: its tensor-parallel groups, with dp and cp indices before each group."""
+    """Yield a line for each pipeline stage on each node, with the stage's tensor-parallel groups."""
     rows: list[tuple[str, list[str]]] = []
     digits = len(str(grid.num_nodes - 1))
     for node in range(grid.num_nodes):
@@ -89,7 +88,7 @@ def _node_lines(grid: RankGrid) -> Iterator[str]:
 
 
 def _group_lines(grid: RankGrid, name: str, meaning: str, groups: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Yield a headline for an axis's groups, then lines with the groups; a single line if each group is one rank."""
+    """Yield a headline for an axis's groups, and the groups. If each group is one rank, yield one line."""
     size = len(groups[0])
     if size == 1:
         yield f"{name}: every rank is alone on this axis and sends nothing"

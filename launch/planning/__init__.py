@@ -1,1 +1,1 @@
-"""Searches a run's legal layouts on a cluster for those with the least predicted step time and memory."""
+"""Searches for a run's layouts with the least predicted step time and memory."""

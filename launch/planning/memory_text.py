@@ -1,4 +1,4 @@
-"""Draw the memory of each pipeline rank as a bar of colored letters, one letter per kind of memory.
+"""Draws each pipeline rank's memory as a bar of colored letters, one letter per kind.
 
 pp 0  |ppppggggggggoooaaaaaaaaaaaaaaac.....|  67.6 GB
 """
@@ -18,7 +18,10 @@ _FREE = "."
 
 
 def memory_bar(held: Memory, usable_bytes: int, columns: int = COLUMNS) -> Text:
-    """Draw a rank's memory as a bar of `columns` cells for `usable_bytes`; a cell has the first letter of its kind of memory."""
+    """Draw a rank's memory as a bar, in which `columns` cells stand for `usable_bytes`.
+
+    A cell shows the first letter of its kind of memory.
+    """
     bar, below = Text().append("|", style="dim"), 0
     for number, kind in enumerate(KINDS):
         start, below = below, below + getattr(held, kind)
@@ -29,7 +32,7 @@ def memory_bar(held: Memory, usable_bytes: int, columns: int = COLUMNS) -> Text:
 
 
 def memory_lines(memory: Prediction, usable_bytes: int) -> list[Text]:
-    """Draw a bar for each pipeline rank, and a legend for the letters below them."""
+    """Draw a bar for each pipeline rank, and a legend for the letters below the bars."""
     lines = [
         Text.assemble(f"  pp {pp:<3} ", memory_bar(held, usable_bytes), f" {gigabytes(held.total):>9}")
         for pp, held in enumerate(memory.ranks)

@@ -1,4 +1,4 @@
-"""Render a plan as one HTML file: Pareto plot, layouts, and the chosen layout's time, memory, schedule and rank map."""
+"""Renders a plan as one HTML file."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -44,7 +44,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
     Args:
         plan: finished search.
         name: the run's name, such as its config's path.
-        budget: line with the hours and the cost of training on a number of tokens; "": no such line.
+        budget: line with the hours and the cost of a training; "": no such line.
     """
     best, cluster = plan.best, plan.cluster
     numbers = [
@@ -74,7 +74,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
 
 
 def _pareto(plan: Plan) -> str:
-    """Draw each found layout as a dot at its memory and time, and a staircase through the layouts that no other beats in both."""
+    """Draw each found layout as a dot at its memory and time. A staircase marks the Pareto front."""
     styles = {id(one): FRONT for one in plan.pareto} | {id(plan.best): CHOSEN}
     slowest = max(plan.pareto[-1].time.seconds, (1 + FAR) * plan.best.time.seconds)
     drawn = [(number, one) for number, one in enumerate(plan.found, 1) if one.time.seconds <= slowest]
@@ -143,7 +143,7 @@ def _front_key(one: Found, plan: Plan) -> str:
 
 
 def _time(plan: Plan) -> str:
-    """Draw the components of each pipeline rank's step time, and compare those of all layouts on the Pareto front."""
+    """Draw each pipeline rank's step time by component. Compare the layouts on the Pareto front in the same way."""
     best = plan.best
     ranks = Estimator(plan.cluster, expert_load=plan.expert_load).simulated_ranks(best.config, best.sizes)
     rows = [(f"pp {pp}", _values(components)) for pp, components in enumerate(ranks)]
@@ -198,7 +198,7 @@ def _memory_table(ranks: Sequence[Memory]) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    """Draw the schedule of a step in predicted seconds; with more microbatches than `MOST_ACTIONS` allows, of a shorter step."""
+    """Draw the schedule of a step in predicted seconds. A step with too many microbatches to draw is shortened."""
     best = plan.best
     config, sizes = best.config, best.sizes
     whole = batch_plan(config, sizes.dp).num_microbatches

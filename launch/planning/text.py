@@ -1,4 +1,7 @@
-"""Print a plan as text: the request, the answer, and a row per layout; at most `PIPE_WIDTH` columns wide in a pipe."""
+"""Prints a plan as text: the request, the answer, and a row per layout.
+
+In a pipe, lines have at most `PIPE_WIDTH` columns.
+"""
 
 from collections.abc import Sequence
 
@@ -19,7 +22,7 @@ MOST_REASONS = 3
 
 
 def plan_console() -> Console:
-    """Create a console that folds long lines and truncates nothing."""
+    """Create a console that folds long lines instead of truncating them."""
     # Names of recomputed parts are in brackets, which rich would read as markup.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
@@ -70,7 +73,7 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
 
 
 def as_json(plan: Plan, top: int) -> dict[str, object]:
-    """Convert a plan's `top` fastest layouts to JSON for scripts; step times in seconds, the fullest GPU's memory in bytes."""
+    """Convert a plan's `top` fastest layouts to JSON. Step times are in seconds, the fullest GPU's memory in bytes."""
     layouts = [
         {
             "layout": one.layout,
@@ -88,7 +91,7 @@ def as_json(plan: Plan, top: int) -> dict[str, object]:
 
 
 def _marks(found: Sequence[Found]) -> dict[str, str]:
-    """Assign a short mark (r1, r2, ..) to each recomputation choice, in order of appearance, to use in the table's rows."""
+    """Assign a short mark (r1, r2, ..) to each recomputation choice, in order of appearance."""
     choices = dict.fromkeys(str(one.config.recompute) for one in found if one.config.recompute.is_any)
     return {choice: f"r{number}" for number, choice in enumerate(choices, start=1)}
 

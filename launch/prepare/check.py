@@ -1,8 +1,7 @@
 """Check a corpus against the hashes in its record and the ids of its tokenizer.
 
-A check reads every byte of a corpus and writes what it found to PREFIX.checked.json, with the versions of the files that it read,
-separately for each node. A later check on the same node uses these results if the files are unchanged, so a job that restarts
-often reads a corpus once per node. Problems are derived anew from the stored results each time.
+A check reads every byte of a corpus and writes its results to PREFIX.checked.json, separately for each node. A later check on the
+same node uses these results if the files are unchanged. Problems are derived anew from the stored results each time.
 """
 
 import hashlib
@@ -24,13 +23,13 @@ ENDS_KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class CorpusCheck:
-    """What reading every byte of a corpus found.
+    """The results of reading every byte of a corpus.
 
     Attributes:
         version: two lists, for the .bin and the .idx: device, inode, size, mtime and ctime (times in nanoseconds).
         bin_sha256, idx_sha256: file hashes, hexadecimal.
         smallest_id, largest_id: smallest and largest token id.
-        ends: the ENDS_KEPT most frequent last tokens of non-empty documents, each as [id, number of documents].
+        ends: the ENDS_KEPT most frequent last tokens of non-empty documents, as [id, number of documents].
     """
 
     version: list[list[int]]
@@ -43,13 +42,12 @@ class CorpusCheck:
     def problems(
         self, prefix: str, record: CorpusRecord | None, vocab_size: int | None, eod_id: int | None
     ) -> list[str]:
-        """List where the corpus contradicts its record, the vocabulary or the end-of-document id, one message each.
+        """List where the corpus contradicts its record, the vocabulary or the end-of-document id.
 
         Args:
-            prefix: corpus path without an ending.
             record: the corpus's record; None: it has none.
-            vocab_size: tokenizer's vocabulary size, or None if no tokenizer is known.
-            eod_id: expected last id in documents, or None if it is unknown or the corpus was prepared without one.
+            vocab_size: tokenizer's vocabulary size; None: no tokenizer is known.
+            eod_id: expected last id in documents; None: unknown, or the corpus was prepared without one.
         """
         found = []
         if eod_id not in (None, self.ends[0][0]):
@@ -80,7 +78,7 @@ def check(corpus: IndexedTokens) -> tuple[CorpusCheck, bool]:
     """Read every byte in a corpus, unless this node has checked the same files before.
 
     Returns:
-        What was found, and whether an earlier check found it.
+        The results, and whether they come from an earlier check.
     """
     version = [_version(path) for path in (bin_path(corpus.prefix), idx_path(corpus.prefix))]
     kept = Path(f"{corpus.prefix}.checked.json")

@@ -1,7 +1,7 @@
 """Merge and split corpora by documents, without encoding the text a second time.
 
-merge   A, B  -->  C          the documents of A, then those of B: the same bytes as preparing both texts together
-split   C     -->  A, B       the first documents and the last ones: merging them gives C
+merge   A, B  -->  C          writes A's documents, then B's; the bytes are those of preparing both texts together
+split   C     -->  A, B       writes the first documents and the last ones; merging the parts gives C
 """
 
 import hashlib
@@ -20,10 +20,9 @@ def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> Corpu
     """Write all corpora's documents, in this order, as one corpus.
 
     Args:
-        prefixes: corpus paths without endings. A corpus that Megatron's tools wrote has no record, and its tokenizer is not
-            compared.
+        prefixes: corpus paths without endings. A corpus from Megatron's tools has no record, and its tokenizer is not compared.
         output: prefix for the new corpus.
-        force: whether to replace an existing corpus with that name.
+        force: whether to replace an existing corpus.
 
     Returns:
         The new corpus's record, or None if one input has none.
@@ -47,8 +46,8 @@ def split(
     Args:
         prefix: corpus path without an ending.
         outputs: prefix for each part.
-        bounds: index of each part's first document, then the number of all documents; they rise from 0. [len(outputs) + 1].
-        force: whether to replace existing corpora with these names.
+        bounds: each part's first document, then the number of all documents; rises from 0. [len(outputs) + 1].
+        force: whether to replace existing corpora.
 
     Returns:
         Each part's record, or None if the corpus has none.
@@ -83,7 +82,7 @@ def split(
 
 
 def bounds_of_shares(num_documents: int, shares: Sequence[float]) -> list[int]:
-    """Compute the `bounds` of `split` for parts in proportion to `shares`, to the nearest document: [len(shares) + 1]."""
+    """Compute the `bounds` of `split` for parts in proportion to `shares`, as [len(shares) + 1] numbers."""
     return [0, *(round(num_documents * sum(shares[: at + 1]) / sum(shares)) for at in range(len(shares)))]
 
 
@@ -96,7 +95,7 @@ def _write(
 ) -> CorpusRecord | None:
     """Write documents from several corpora as one corpus.
 
-    If `record` is given, it is written too, with the new corpus's counts and hashes, and returned.
+    If `record` is given, it is written with the new corpus's counts and hashes, and returned.
     """
     folder = Path(output).parent
     try:
@@ -160,11 +159,12 @@ def _check_agreement(corpora: Sequence[IndexedTokens], records: Sequence[CorpusR
 
 
 def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
-    """Describe a corpus's tokenizer, vocabulary size and end of documents; equal descriptions mean equal ids for a text.
+    """Describe a corpus's tokenizer, vocabulary size and end of documents.
+
+    Equal descriptions mean equal ids for a text.
 
     Args:
-        has_identity: name the tokenizer by its identity hash. Records from earlier versions lack it, and it is then named by the
-            recorded name.
+        has_identity: name the tokenizer by its identity hash, which older records lack; False: by the recorded name.
     """
     tokenizer = f"sha256 {record.tokenizer_identity[:16]}" if has_identity else record.tokenizer
     ends = f"id {record.eod_id} ends a document" if record.append_eod else "no token ends a document"
@@ -172,7 +172,7 @@ def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
 
 
 def _sum(records: Sequence[CorpusRecord]) -> CorpusRecord:
-    """Build a record with the sums of all records' input counts; other fields are those of the first record."""
+    """Sum all records' input counts. Other fields are those of the first record."""
     left_out: dict[str, dict[str, object]] = {}
     for record in records:
         for kind, found in record.left_out.items():

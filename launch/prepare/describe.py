@@ -19,7 +19,7 @@ class CorpusCounts:
         documents, sequences, tokens: counts in the whole corpus.
         dtype: numpy name of the token dtype.
         looked_at: number of documents examined; the attributes below describe only these.
-        quantiles: document length in tokens at each of QUANTILES, keyed "50%" and the like.
+        quantiles: document length in tokens at each of QUANTILES, by name, such as "50%".
         without_tokens: number of empty documents.
         without_end: number of non-empty documents whose last token is not the end-of-document id; None: that id is unknown.
     """
@@ -40,7 +40,7 @@ class CorpusCounts:
 
 
 def describe(corpus: IndexedTokens, eod_id: int | None) -> CorpusCounts:
-    """Count documents and tokens, and examine lengths and last tokens in up to MOST_DOCUMENTS documents."""
+    """Count documents and tokens, and examine up to MOST_DOCUMENTS documents."""
     looked_at = min(corpus.num_documents, MOST_DOCUMENTS)
     chosen = np.arange(looked_at) * corpus.num_documents // looked_at
     lengths = corpus.document_lengths(range(corpus.num_documents))[chosen]

@@ -1,4 +1,4 @@
-"""The worker process in `triaxis prepare`, which reads a unit of text and encodes it into a part.
+"""Run a worker process of `triaxis prepare`, which encodes a unit of text into a part.
 
 unit = pieces of files  -->  documents  -->  batches  -->  document . eod | document . eod | ...   PREFIX.parts/DIGEST
 """
@@ -52,10 +52,9 @@ class EncodeSettings:
 
 
 def start_worker() -> None:
-    """Prepare a new worker process: it exits when its parent exits, even by a kill, and leaves Ctrl-C to the parent.
+    """Prepare a new worker process.
 
-    A worker waits for work on a pipe, which stays open after the parent's death, because the other workers hold it open too. So a
-    thread waits for the parent's exit.
+    The worker exits when its parent exits, even by a kill, and leaves Ctrl-C to the parent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # There is one worker per core, so the library's own threads would only compete for cores.
@@ -71,13 +70,12 @@ def start_worker() -> None:
 
 
 def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part:
-    """Encode a unit into the part named `digest`, or find the complete part that an earlier run has left.
+    """Encode a unit into the part named `digest`, or find the complete part of an earlier run.
 
     Args:
         unit: pieces of input files.
         number: index of the unit, and of its row in the progress table.
         digest: name of the part (`digest_of` in `parts.py`).
-        job: settings of the preparation.
 
     Raises:
         DataError: bad input, if the job stops at it.
@@ -122,7 +120,7 @@ def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
 
 
 def is_as_planned(file: InputFile, findings: Findings) -> bool:
-    """Whether a file exists, is readable and has not changed since the units were planned; if not, it is added to the findings."""
+    """Whether a file is readable and has not changed since the units were planned. If not, it is added to the findings."""
     try:
         now = InputFile.of(file.path, file.options)
     except (FileNotFoundError, PermissionError) as error:
@@ -181,7 +179,7 @@ def _encode(
 
 
 def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Iterator[Tokens | None]:
-    """Yield each document's token ids [n]; None for a bad document, which is added to the findings."""
+    """Yield each document's token ids [n]. For a bad document, yield None and add it to the findings."""
     texts = [document.content for document in batch if isinstance(document.content, str)]
     try:
         encoded: Iterator[list[int] | None] = iter(tokenizer.encode_batch(texts))
@@ -207,7 +205,7 @@ def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Ite
 def _alone(document: Document, tokenizer: Tokenizer, findings: Findings) -> list[int] | None:
     """Encode one text of a batch on which the tokenizer's library failed.
 
-    Returns None, and adds the text to the findings, if the library fails on this text alone.
+    If the library fails on this text alone, return None and add the text to the findings.
     """
     assert isinstance(document.content, str)
     try:

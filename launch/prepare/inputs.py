@@ -2,8 +2,9 @@
 
 texts/a.txt      the file, whatever its ending
 'texts/**/*.md'  the matching files, whatever their endings; if only folders match, the folders
-texts            the files with a known text ending in this folder and below, except hidden files. A .json that is one object
-                 over several lines is left out too: tokenizers, configs and records are such files
+texts            the files with a known text ending in this folder and below, except hidden files
+
+In a folder, a .json that is one object over several lines, such as a tokenizer, is left out.
 """
 
 import glob
@@ -23,7 +24,7 @@ NAMES_SHOWN = 5
 
 @dataclass(slots=True)
 class Inputs:
-    """The input files found, each once, in the order of the patterns; and how many other names were left out."""
+    """The input files found, each once, and the number of other names left out."""
 
     files: tuple[Path, ...] = ()
     patterns: tuple[str, ...] = ()
@@ -38,7 +39,8 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
     """Find the files that paths, globs and folders name.
 
     Raises:
-        DataError: a pattern matches no input file; or `on_bad` is stop, and files are empty or unreadable (the message lists them).
+        DataError: a pattern matches no input file.
+        DataError: files are empty or unreadable, and `on_bad` is stop.
     """
     found: dict[tuple[int, int], list[tuple[Path, str]]] = {}
     """Each file's names and their patterns, by device and inode."""
@@ -78,7 +80,7 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
 
 
 def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
-    """Yield the input files below a folder, sorted by path; count the files that are no inputs in `passed_over`, by ending."""
+    """Yield the input files below a folder, sorted by path. Other files are counted in `passed_over`, by ending."""
     paths = []
     for above, below, names in os.walk(folder):
         below[:] = [name for name in below if not name.startswith(".")]
@@ -93,7 +95,7 @@ def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
 def _is_input(path: Path) -> bool:
     """Whether a file found in a folder is an input.
 
-    An unreadable file counts as one if its ending is known, so that it is reported later.
+    An unreadable file with a known ending counts, so that it is reported later.
     """
     return is_input_of_folder(path) if os.access(path, os.R_OK) else ending_of(path) in READERS
 

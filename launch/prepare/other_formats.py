@@ -1,7 +1,7 @@
-"""Refuse unsupported file formats by name, most with a command that converts the file to a supported one.
+"""Refuse unsupported file formats by name.
 
-If such a file were read as text, it would become one document: a table's full of commas, a JSON file's full of braces, an
-archive's full of raw bytes. A format is recognised by the file name's ending, or by unambiguous content.
+The message mostly has a command that converts the file to a supported format. Read as text, such a file would become one document
+full of commas, braces or raw bytes. A format is recognised by the file name's ending, or by unambiguous content.
 """
 
 import codecs
@@ -50,8 +50,7 @@ class Refused:
         title: format name, with its article.
         command: template for a command that converts the file; "" if there is none. Its fields are {file}, {result} and {unpack},
             a command that prints the file decompressed.
-        result: template for the path of the converted file or folder, with the fields {file} and {stem}. Such a name is unlikely
-            to exist already.
+        result: template for the path of the converted file or folder, with the fields {file} and {stem}.
         advice: sentences to print after the command, or instead of one.
     """
 
@@ -74,12 +73,12 @@ class Refused:
         )
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Add the file to the findings; it has no pieces."""
+        """Add the file to the findings. It has no pieces."""
         self.refuse(file, findings)
         yield from ()
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield nothing: a refused file has no pieces."""
+        """Yield nothing, because a refused file has no pieces."""
         yield from ()
 
 
@@ -168,7 +167,9 @@ NOT_IN_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
 
 def refused_file(file: InputFile) -> Refused | None:
-    """Detect a file whose content is not what its name says: a pointer (such as Git LFS's), or plain text named .gz or .zst.
+    """Detect a file whose content is not what its name says.
+
+    Such a file is a pointer (such as Git LFS's), or plain text named .gz or .zst.
 
     Raises:
         OSError: the file cannot be read.
@@ -188,7 +189,7 @@ def refused_file(file: InputFile) -> Refused | None:
 def refused_content(content: bytes | None) -> Refused | None:
     """Recognise a refused format by a file's first bytes; None if there is none.
 
-    A text may begin with a format's letters. So content whose first HEAD_BYTES are valid text is never refused.
+    Content whose first HEAD_BYTES are valid text is never refused, because a text may begin with a format's letters.
     """
     head = (content or b"")[:HEAD_BYTES]
     refused = next((each for at, magic, each in CONTENTS if head.startswith(magic, at)), None)
@@ -204,7 +205,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def json_form(head: bytes) -> Refused | None:
-    """Recognise by its first line a JSON array, or a JSON object over several lines; None: the file may be JSON lines."""
+    """Recognise a JSON array, or a JSON object over several lines, by the first line. None: the file may be JSON lines."""
     first, end_of_line, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     if first.startswith(b"["):
         return JSON_ARRAY
@@ -213,10 +214,9 @@ def json_form(head: bytes) -> Refused | None:
 
 
 def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
-    """Recognise a refused format in a file that was to be read as text; None if it is text.
+    """Recognise a refused format in a file that was to be read as text; None if there is none.
 
-    Such formats are known by their first bytes, as JSON records, or as a table whose header has the text key. If the user named
-    the format, the content is accepted as it is.
+    If the user named the format, the content is accepted as it is.
     """
     if file.options.format is not None or content is None:
         return None
@@ -261,8 +261,7 @@ def _has_field(value: dict[str, Any] | None, key: str) -> bool:
 def _is_table(lines: Sequence[str], delimiter: str, key: str) -> bool:
     """Whether the lines are a header that contains `key`, and rows with as many fields as the header.
 
-    Prose has blanks beside its commas. So if the header has blanks beside its commas, its names must be single words, and
-    LEAST_ROWS rows must follow.
+    Prose has blanks beside its commas. So a header with such blanks needs single words as names, and LEAST_ROWS rows must follow.
     """
     if not lines or key not in lines[0]:
         return False

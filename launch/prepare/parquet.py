@@ -1,7 +1,7 @@
-"""Read documents from a parquet file: a column with text or with lists of ids, read one row group at a time.
+"""Read documents from a parquet file, one row group at a time.
 
-Reading a parquet file can start only at a row group. Text is read as bytes and decoded value by value, so that a value that is no
-UTF-8 spoils no other value in its batch. If the writer stored page checksums, they are verified.
+The documents are a column with text or with lists of ids. Text is decoded value by value, so that a value that is not UTF-8 spoils
+no other. Page checksums are verified if the file has them.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Parquet:
     title = "parquet"
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield one piece per row group, each with an equal share of the file's bytes; none if the file is bad.
+        """Yield one piece per row group; none if the file is bad. Each piece has an equal share of the file's bytes.
 
         Raises:
             DataError: the package pyarrow is not installed.
@@ -109,7 +109,7 @@ def _document(
 
 
 def _column(arrow: Any, schema: Any, key: str) -> Any:
-    """Look up the type of a column, named `key` or reached by `key` as a dotted path into structs; KeyError if there is none."""
+    """Look up a column's type by its name or its dotted path into structs. Raises KeyError."""
     if key in schema.names:
         return schema.types[schema.names.index(key)]
     kind = arrow.struct(list(schema))
@@ -134,7 +134,7 @@ def _is_ids(arrow: Any, kind: Any) -> bool:
 
 
 def _values(arrow: Any, batch: Any, key: str) -> list[Any]:
-    """Return a column's values: text as undecoded bytes, or lists of ids."""
+    """Return a column's values, either undecoded bytes of texts or lists of ids."""
     column = batch.column(0)
     if key not in batch.schema.names:
         for name in key.split(".")[1:]:

@@ -1,12 +1,14 @@
-"""Write and find the parts of an unfinished corpus: each is complete or absent, so a killed run can continue.
+"""Write and find the parts of an unfinished corpus.
+
+A part is complete or absent, so a killed run can continue:
 
     PREFIX.parts/DIGEST.tokens    document . eod | document . eod | ..     the corpus's dtype
                  DIGEST.lengths   int32 per document
-                 DIGEST.json      written last and atomically: counts, findings, and a hash over the other two files
-                 progress         int64 [units, 5]: each unit's counts, for the progress line
+                 DIGEST.json      written last and atomically; has counts, findings, and a hash over the other two files
+                 progress         int64 [units, 5], each unit's counts for the progress line
 
-DIGEST is a hash over everything that decides a part's bytes: the input pieces (path, size, mtime), the tokenizer and the options.
-So a later run finds an earlier run's part if, and only if, it needs the same bytes.
+DIGEST is a hash over the input pieces (path, size, mtime), the tokenizer and the options. So a later run finds an earlier run's
+part if, and only if, it needs the same bytes.
 """
 
 import hashlib
@@ -58,7 +60,7 @@ class Part:
 
 
 def digest_of(unit: Unit, *options: object) -> str:
-    """Compute the name of a unit's part, 32 hexadecimal digits. File contents are not read.
+    """Compute the name of a unit's part, 32 hexadecimal digits, without reading file contents.
 
     Args:
         unit: input pieces.
@@ -75,8 +77,7 @@ def digest_of(unit: Unit, *options: object) -> str:
 def find_part(path: Path, on_bad: OnBad) -> Part | None:
     """Load the complete part at this path; None if it is absent or damaged.
 
-    It is also None if the part leaves out bad input, and `on_bad` says to stop at such input. The part is read and hashed, since
-    a power cut may lose bytes that had been written.
+    The result is also None if the part leaves out bad input and `on_bad` is stop. The whole part is read and hashed.
     """
     try:
         content = parse_json(path.with_suffix(".json").read_bytes())
@@ -107,7 +108,7 @@ def _hash(part: Part) -> str:
 
 
 class PartWriter:
-    """A context manager that writes one part, which counts as complete only after `finish`."""
+    """A context manager that writes one part. The part counts as complete only after `finish`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path, self._dtype = path, dtype
@@ -160,7 +161,10 @@ class PartWriter:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Counts of the work finished so far, in one unit or in a whole preparation."""
+    """Counts of the work finished so far, in one unit or in a whole preparation.
+
+    `found_bytes` and `found_tokens` are the shares that an earlier run had finished.
+    """
 
     num_bytes: int = 0
     """Input bytes, including those in parts from an earlier run."""
@@ -172,7 +176,7 @@ class Done:
 
 
 class ProgressTable:
-    """A memory-mapped table with a row of counts per unit. Workers write their units' rows, and the parent sums all rows."""
+    """A memory-mapped table of counts. Workers write their units' rows, and the parent sums all rows."""
 
     COLUMNS = 5
 

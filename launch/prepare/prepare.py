@@ -4,9 +4,9 @@
       a reader per format             worker 1: encode   >--> PREFIX.parts --in the order of the plan--> PREFIX.bin, .idx, .json
                                       worker 2: encode  /
 
-The plan depends only on the files, and the parts are joined in the plan's order. So 1 and 32 workers write the same corpus. A
-killed run leaves its complete parts, and the same command continues from them to the same bytes. PREFIX.json is written last and
-marks the corpus as complete. It records the inputs and hashes, from which a second start sees whether anything is left to do.
+The plan depends only on the files, and the parts are joined in the plan's order. A killed run leaves its complete parts, and the
+same command continues from them. PREFIX.json is written last and marks the corpus as complete. It records the inputs and hashes, so
+that a second start can see whether anything is left to do.
 """
 
 import multiprocessing
@@ -93,14 +93,14 @@ class PrepareRequest:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The result of `prepare`: the corpus's record, and whether the corpus was complete before."""
+    """The corpus's record, and whether the corpus was complete before `prepare`."""
 
     record: CorpusRecord
     already_there: bool
 
 
 def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
-    """Return the input files with their size and mtime; missing and empty files are added to the findings."""
+    """Return the input files with their size and mtime. Missing and empty files are added to the findings."""
     found = []
     keys = request.text_keys or (request.options.text_key,) * len(request.files)
     for path, key in zip(request.files, keys, strict=True):
@@ -120,9 +120,9 @@ def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
 
 
 def plan(files: Sequence[InputFile], findings: Findings) -> list[Unit]:
-    """Split the input into units of pieces; they depend on the files alone, not on the number of workers.
+    """Split the input into units of pieces, which depend on the files alone.
 
-    A .jsonl may be cut at any byte; a file that is one document is never cut.
+    A .jsonl may be cut at any byte. A file that is one document is never cut.
 
     Raises:
         DataError: a file is bad as a whole, and `findings` stops at bad input.
@@ -155,14 +155,13 @@ def _pieces(file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
 def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, progress: Progress) -> Prepared:
     """Write the corpus PREFIX.bin, PREFIX.idx and PREFIX.json, unless it is complete already.
 
-    A second process with the same output waits until the first is done. After an error or a kill, the output is absent or the
-    older corpus is still there, and PREFIX.parts holds the parts that are complete.
+    A second process with the same output waits until the first is done. After an error or a kill, the output is absent or the older
+    corpus is still there.
 
     Args:
-        request: inputs, tokenizer and output.
         num_workers: number of encoding processes.
-        force: whether to replace a corpus of the same name that other inputs or settings gave.
-        progress: function that is called several times a second with the work finished so far.
+        force: whether to replace a corpus of the same name with other inputs or settings.
+        progress: function (work finished so far) that is called several times a second.
 
     Raises:
         DataError: the tokenizer, an input or the output cannot be used, or the output holds another corpus.
@@ -208,7 +207,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
 def _identity(request: PrepareRequest) -> str:
     """Return the text by which the tokenizer enters the request's digest.
 
-    It is the tokenizer's identity, or, for a tokenizer that is yet to be trained, the settings of the training.
+    It is the tokenizer's identity, or the training settings of a tokenizer that is yet to be trained.
     """
     if size_to_train(request.tokenizer) is not None:
         return f"{request.tokenizer} {request.eod_token}"
@@ -249,7 +248,6 @@ class OpenTokenizer:
     """A preparation's open tokenizer.
 
     Attributes:
-        tokenizer: the tokenizer.
         name: name or path by which workers open the same tokenizer.
         trained: content of the tokenizer.json that `train-bpe:N` trained; None: the tokenizer existed before.
     """
@@ -260,7 +258,10 @@ class OpenTokenizer:
 
 
 def _open_tokenizer(request: PrepareRequest, units: Sequence[Unit], may_replace: bool) -> OpenTokenizer:
-    """Open the request's tokenizer; `train-bpe:N` is trained first, unless an earlier run has left it in the parts folder."""
+    """Open the request's tokenizer.
+
+    `train-bpe:N` is trained first, unless an earlier run has left the tokenizer in the parts folder.
+    """
     vocab_size = size_to_train(request.tokenizer)
     if vocab_size is None:
         return OpenTokenizer(load_tokenizer(request.tokenizer, request.eod_token), request.tokenizer)
@@ -288,9 +289,8 @@ def _write(
 ) -> CorpusRecord:
     """Encode the parts, join them and move the corpus into place.
 
-    `left_out` holds the findings of the plan, and those of the parts are added to it. If a run is killed after it wrote the file
-    INSTALLING and before it wrote the record, the output's files may belong to two corpora. A later start with the same request
-    then replaces them without --force.
+    The parts' findings are added to `left_out`, which holds the plan's. While the file INSTALLING exists, the output's files may
+    belong to two corpora. A later start with the same request then replaces them without --force.
     """
     tokenizer, dtype = opened.tokenizer, smallest_dtype(opened.tokenizer.vocab_size)
     options = (dtype.str, request.append_eod)
@@ -398,7 +398,7 @@ def _remove_parts(folder: Path) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove files that no later start can use, and the folder if it is then empty; complete parts stay."""
+    """Remove files that no later start can use, and the folder if it is then empty. Complete parts stay."""
     for path in folder.glob("*"):
         unfinished = path.suffix in SUFFIXES and not path.with_suffix(".json").exists()
         if unfinished or path.suffix == ".partial" or path.name == PROGRESS:

@@ -1,14 +1,14 @@
-"""The readers that turn files into documents, one READERS row per file ending.
+"""Turn files into documents, with one READERS row per file ending.
 
     .txt (any other name)    one document, or several with separators     a piece is the file, or a byte range
     .jsonl, .json, .ndjson   a document per line                          a piece is a byte range
     .gz, .zst of these       the same, decompressed as a stream           a piece is the file
     .parquet                 a document per row                           a piece is a row group
     .npy, .bin               ready-made tokens                            a piece is the file
-    .csv, .tar, .xz, ..      refused by name: `other_formats.py`
+    .csv, .tar, .xz, ..      refused by name (`other_formats.py`)
 
-Endings are matched without regard to case. A file whose content contradicts its name is decompressed if it is compressed, else it
-is refused. To add a format, write a class with `title`, `pieces` and `documents` (`Reader`), and add its endings to READERS.
+Endings are matched without regard to case. If content contradicts the name, a compressed file is decompressed and any other is
+refused. To add a format, write a `Reader` and add its endings to READERS.
 """
 
 import codecs
@@ -53,7 +53,7 @@ class Reader(Protocol):
         ...
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield a file's pieces in order, which depend on the file and `step` alone; none if the file is bad.
+        """Yield a file's pieces in order; none if the file is bad. They depend on the file and `step` alone.
 
         Args:
             file: non-empty input file.
@@ -63,7 +63,9 @@ class Reader(Protocol):
         ...
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield a piece's non-empty documents; add bad ones to `reading`, and optionally set its `done_bytes` for the progress.
+        """Yield a piece's non-empty documents, and add bad ones to `reading`.
+
+        A reader may set `reading.done_bytes` for the progress.
 
         Raises:
             OSError: the file cannot be opened or read.
@@ -131,7 +133,7 @@ class Text:
 
 
 class JsonLines:
-    """The reader for files with one JSON object per line; blank lines are skipped."""
+    """The reader for files with one JSON object per line. Blank lines are skipped."""
 
     title = "JSON lines"
 
@@ -170,19 +172,19 @@ def _cut(file: InputFile, step: int) -> Iterator[Piece]:
 
 
 def _has_border(separator: str) -> bool:
-    """Whether the separator can overlap itself. If it can, the places where it is found depend on where reading begins."""
+    """Whether the separator can overlap itself. The places where it is found then depend on where reading begins."""
     return any(separator.startswith(separator[start:]) for start in range(1, len(separator)))
 
 
 def _whole(stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield a whole file as one (0, content) record, in the form of `split_at`; content is None above the size limit."""
+    """Yield a whole file as one (0, content) record. The content is None above the size limit."""
     limit = piece.file.options.max_document_bytes
     content = stream.content.read(limit + 1)
     yield 0, None if len(content) > limit else content
 
 
 def _head(path: Path) -> bytes | None:
-    """Read a file's first HEAD_BYTES, decompressed; None if these bytes are damaged, which `documents` reports later."""
+    """Read a file's first HEAD_BYTES, decompressed; None if these bytes are damaged."""
     try:
         with opener_of(path)(path) as stream:
             return stream.content.read(HEAD_BYTES)
@@ -207,7 +209,7 @@ def _document(line: bytes, text_key: str, place: InputPlace, reading: Reading) -
 
 
 def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
-    """Return a JSON line's (fault, detail, content): (None, "", text or ids) if it is good, else (fault, detail, "").
+    """Parse a JSON line into (None, "", text or ids), or into (fault, detail, "") if it is bad.
 
     Raises:
         ValueError: the line is not JSON, or not UTF-8.
@@ -266,7 +268,7 @@ READERS: dict[str, Reader] = {
 
 
 def reader_of(path: Path, options: ReadOptions) -> Reader:
-    """Choose a file's reader by the format in the options, else by the ending of the name; a file with neither is read as text."""
+    """Choose a file's reader by the format in the options, else by the name's ending, else text."""
     if options.format is not None:
         return FORMATS[options.format]
     ending = ending_of(path)
@@ -274,13 +276,16 @@ def reader_of(path: Path, options: ReadOptions) -> Reader:
 
 
 def ending_of(path: Path) -> str:
-    """Find the longest known ending (READERS, REFUSED) of a file name, in lower case; "" if there is none."""
+    """Find a file name's longest ending in READERS or REFUSED, in lower case; "" if there is none."""
     name = path.name.lower()
     return max((ending for ending in (*READERS, *REFUSED) if name.endswith(ending)), key=len, default="")
 
 
 def is_input_of_folder(path: Path) -> bool:
-    """Whether a file found in a folder is an input: its ending is known, it holds no tokens, and is no multi-line .json object."""
+    """Whether a file found in a folder is an input.
+
+    Its ending must be known and not that of a token file. A .json must not be one object over several lines.
+    """
     ending = ending_of(path)
     if ending == ".json":
         head = _head(path)

@@ -1,7 +1,7 @@
 """Open files as byte streams, decompressed on the fly if needed, and split them into records.
 
-A file is decompressed if its first bytes or its name say that it is compressed; a download may change the name. A compressed file
-can only be read from its beginning. Reading a damaged file yields the bytes before the damage, then raises `DamagedStreamError`.
+A file is decompressed if its first bytes or its name say that it is compressed. A compressed file can only be read from its
+beginning. Reading a damaged file yields the bytes before the damage, then raises `DamagedStreamError`.
 """
 
 import gzip
@@ -84,11 +84,11 @@ def opener_of(path: Path) -> Opener:
 
 
 def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (file offset, content) for each record that begins in a piece; content is None if the record is too large.
+    """Yield (file offset, content) for each record that begins in a piece.
 
-    A record begins at the file's start or after a separator, so each record belongs to exactly one piece. A piece that does not
-    begin the file is read from one separator's length before its start. If a separator ends there, the piece's first record
-    begins at its start.
+    The content is None if the record is too large. A record begins at the file's start or after a separator, so each record belongs
+    to exactly one piece. Reading starts one separator's length before the piece, to find a separator that ends where the piece
+    begins.
     """
     # held: bytes read but not yet yielded; searched: leading bytes in `held` without a separator; dropped: an oversized record's
     # bytes already thrown away.

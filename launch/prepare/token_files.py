@@ -33,7 +33,7 @@ class TokenFile:
     title = "tokens"
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield the file as one piece; refuse a .bin that has an .idx beside it, which is a prepared corpus."""
+        """Yield the file as one piece. A .bin that has an .idx beside it is a prepared corpus and is refused."""
         if file.path.suffix == ".bin" and idx_path(file.path.with_suffix("")).is_file():
             detail = "is half of a corpus, a pair of .bin and .idx"
             advice = (
@@ -44,7 +44,7 @@ class TokenFile:
             yield Piece(file, 0, file.size, file.size)
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield the documents: an array's rows, or the tokens up to and including each end-of-document token."""
+        """Yield an array's rows, or the tokens up to and including each end-of-document token."""
         place = InputPlace(str(piece.file.path))
         vocabulary = reading.vocabulary
         try:

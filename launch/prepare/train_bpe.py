@@ -2,8 +2,7 @@
 
     units of the corpus --evenly spread, TRAINING_BYTES at most--> documents --tokenizers' BpeTrainer--> PREFIX.tokenizer.json
 
-The result is a byte-level BPE like GPT-2's: 256 bytes, so that any text has ids, and merges for the most frequent pairs. Ties are
-decided by id, so the same text gives the same file.
+The result is a byte-level BPE like GPT-2's, so any text has ids. The same text gives the same file, because ties are decided by id.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +41,7 @@ def size_to_train(name: str) -> int | None:
 
 
 def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_bad: OnBad) -> bytes:
-    """Train a tokenizer and return its tokenizer.json; a short text may give fewer than `vocab_size` tokens.
+    """Train a tokenizer and return its tokenizer.json. A short text may give fewer than `vocab_size` tokens.
 
     Raises:
         DataError: an input is bad and `on_bad` is stop, or an input holds tokens and no text.
@@ -66,7 +65,7 @@ def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_
 
 
 def _sample(units: Sequence[Unit], on_bad: OnBad) -> Iterator[str]:
-    """Yield documents from evenly spaced units, about TRAINING_BYTES at most. `encode.py` counts bad input, not this function."""
+    """Yield documents from evenly spaced units, about TRAINING_BYTES at most. Bad input is not counted here."""
     total = sum(piece.num_bytes for unit in units for piece in unit)
     step = max(1, -(-total // TRAINING_BYTES))
     left = TRAINING_BYTES

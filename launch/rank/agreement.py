@@ -1,6 +1,6 @@
-"""Compare, before the first step, facts that all ranks must share: otherwise they could silently train different models.
+"""Compare, before the first step, facts that all ranks must share.
 
-Facts come from these ranks:
+Ranks that differ could silently train different models. Facts come from these ranks:
 
 every rank             the configuration, except paths on its node
 first rank of a node   package sources, versions of torch and kernel packages; when training also corpora and tokenizer
@@ -39,14 +39,14 @@ MOST_CHARACTERS = 200
 
 
 def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None:
-    """Compare all ranks' configuration, code and data; every rank calls it after `start`.
+    """Compare all ranks' configuration, code and data. Every rank calls it after `start`.
 
     Args:
         config: configuration as read, with all its phases.
         trains: whether the ranks read corpora.
 
     Raises:
-        TopologyError: ranks differ; raised on every rank, with the first difference, both values and both nodes.
+        TopologyError: ranks differ; raised on every rank, with the first difference, the values and the nodes.
         PeerLostError: a rank does not answer within `runtime.timeout_seconds`.
     """
     if is_alone():
@@ -99,7 +99,7 @@ def _shown(value: object) -> str:
 
 
 def _config_facts(config: Config) -> dict[str, Any]:
-    """Return the configuration's fields by dotted name; a corpus is reduced to its weight."""
+    """Return the configuration's fields by dotted name. A corpus is reduced to its weight."""
     tree = tree_without_secrets(config.model_dump(mode="json"))
     for place in (tree["data"], *tree["phases"]):
         for key in ("train", "valid", "data.train"):
@@ -109,7 +109,7 @@ def _config_facts(config: Config) -> dict[str, Any]:
 
 
 def _node_facts(config: Config, *, trains: bool) -> dict[str, Any]:
-    """Return digests of Triaxis's source files, package versions, and identities of the data that the run reads."""
+    """Return digests of source files, package versions, and identities of the data that the run reads."""
     files = sorted(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
     facts = {f"the source {path.relative_to(ROOT)}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     for name in PACKAGES:
@@ -126,7 +126,7 @@ def _node_facts(config: Config, *, trains: bool) -> dict[str, Any]:
 
 
 def _read(identity: Callable[[str], str], name: str) -> str:
-    """Return `identity(name)`, or the error as text, so that a node that alone cannot read the data differs from the others."""
+    """Return `identity(name)`, or the error as text, so that a node without the data differs from the others."""
     try:
         return identity(name)
     except DataError as error:

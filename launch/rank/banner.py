@@ -1,4 +1,4 @@
-"""Describe a run, for its banner and the report at its end: layout, device, kernels, parameters, and the corpus entropies."""
+"""Describe a run, for its banner and the report at its end."""
 
 from dataclasses import dataclass
 
@@ -76,10 +76,9 @@ def describe(engine: Engine) -> RunDescription:
 def predicted_memory_line(engine: Engine, held_before: int) -> str:
     """Format the predicted memory of the rank that needs most.
 
-    On a GPU the line also has the GPU's memory; on a CPU, what each process holds without the model.
+    On a GPU the line also has the GPU's memory. On a CPU it has what each process holds without the model.
 
     Args:
-        engine: this rank's engine.
         held_before: this process's peak memory before the model was built, in bytes (`peak_memory_bytes`).
     """
     topology = engine.topology
@@ -91,10 +90,10 @@ def predicted_memory_line(engine: Engine, held_before: int) -> str:
 
 
 def measured_memory(engine: Engine, held_before: int) -> str:
-    """Format this rank's peak memory next to its prediction; arguments as in `predicted_memory_line`.
+    """Format this rank's peak memory next to its prediction. Arguments are as in `predicted_memory_line`.
 
-    A GPU's allocator counts tensors, as the prediction does. On a CPU the system counts all of a process's resident memory. The
-    prediction then adds the tensors to the memory held before the model was built.
+    A GPU's allocator counts tensors, as the prediction does. On a CPU the system counts all resident memory of a process. The
+    prediction then includes the memory held before the model was built.
     """
     topology = engine.topology
     measured = gigabytes(peak_memory_bytes(topology.device))

@@ -11,7 +11,7 @@ from triaxis.engine.data.skipped import SkippedRanges
 
 
 def run_documents(config: Config, topology: Topology, source: SampleSource) -> DocumentStatistics | None:
-    """Return statistics of the documents that a run reads, equal on every rank; None if tokens attend across documents."""
+    """Return statistics of the documents that a run reads, equal on every rank. None if tokens attend across documents."""
     if config.data.attention == "across":
         return None
     return measure_documents(
@@ -34,7 +34,7 @@ def open_batches(
 ) -> Batches:
     """Open this rank's batches at the first sample that is not consumed.
 
-    With `weighs`, labels have the weights that an extension's loss gives them, if there is one.
+    With `weighs`, an extension's loss may give weights to labels.
     """
     at = topology.coordinates
     return Batches(

@@ -1,4 +1,4 @@
-"""Let a run's ranks agree on its directory, the attempt's number, whether the run is finished, and when the attempt begins."""
+"""Let a run's ranks agree on its directory, and on the number and beginning of the attempt."""
 
 import os
 
@@ -11,17 +11,17 @@ from triaxis.launch.start.process.failure import ExplainedError, code_of
 
 
 def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start: bool) -> RunDirectory:
-    """Open the run directory: rank 0 decides and the others follow. Every rank calls it.
+    """Open the run directory as rank 0 decides. Every rank calls it.
 
     Args:
         stem: stem of the config's file name, which names an unnamed run.
         from_scratch: whether a run with saved checkpoints should start at step 0 again.
-        is_first_start: whether the command is started for the first time. A restarted job continues from its own checkpoints, so
-            `from_scratch` then counts only if no attempt has begun since it was asked for.
+        is_first_start: whether the command is started for the first time. After a restart, `from_scratch` counts only if no attempt
+            has begun since it was asked for.
 
     Raises:
-        TriaxisError: rank 0 could not open it (on rank 0), or some ranks cannot write their logs (on every rank).
-        ExplainedError: rank 0 could not open it (on the other ranks).
+        TriaxisError: on rank 0, it could not open the directory; on every rank, some cannot write their logs.
+        ExplainedError: on the other ranks, rank 0 could not open the directory.
     """
     config, world = rank.config, rank.topology.axis("world")
     name = run_name(config, stem, os.environ)
@@ -50,7 +50,7 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
 
 
 def begin_attempt(rank: Rank, directory: RunDirectory) -> None:
-    """Record this attempt in the directory, on rank 0; every rank calls it once its starting state is loaded.
+    """Record this attempt in the directory, on rank 0. Every rank calls it once its starting state is loaded.
 
     Raises:
         StorageError: rank 0 cannot write there; raised on every rank.
@@ -72,7 +72,7 @@ _ACCESS = "Give access to it, or name another folder by runtime.runs_dir."
 
 
 def _try_logs(rank: Rank, directory: RunDirectory) -> None:
-    """Create the log folder on every node, and refuse the run if a rank cannot write its own log.
+    """Create the log folder on every node, and check that each rank can write its own log.
 
     Raises:
         TriaxisError: raised on every rank, naming those that cannot.

@@ -1,12 +1,11 @@
-"""Watch the run directory on rank 0: if it is removed or moved during the run, recreate it and report that once.
+"""Recreate the run directory if it is removed or moved during the run.
 
     removed    rm -r runs/demo            earlier metrics, events, logs and checkpoints are lost
     moved      mv runs/demo runs/old      earlier files are in the moved folder
 
-Either way the lock is gone with the folder, so a second start of the run could write to the same path. So the locks are taken
-again, config.yaml is rewritten, and metrics, events, logs and checkpoints continue in a new folder with the old name. Logs on a
-node that shares no folder with rank 0 are not restored. If another run has taken the path meanwhile, that run keeps it, and this
-one ends.
+The lock is gone with the folder, so rank 0 takes the locks again. Metrics, events, logs and checkpoints continue in a new folder
+with the old name. Logs on a node that shares no folder with rank 0 are not restored. If another run has taken the path meanwhile,
+this run ends.
 """
 
 import time
@@ -26,7 +25,7 @@ class DirectoryWatch(StepWatcher):
     Args:
         directory: run directory in which this attempt has begun.
         telemetry: telemetry that reports the loss of the directory; its files are reopened in the new one.
-        clock: function that returns seconds.
+        clock: function () -> seconds.
     """
 
     def __init__(

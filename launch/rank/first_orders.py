@@ -1,8 +1,9 @@
-"""Build the first epochs' sample orders before the ranks meet: otherwise groups would time out, and ranks would seem to hang.
+"""Build the first epochs' sample orders before the ranks meet, so that no group times out.
 
 before any group     the first process on each node builds, the others wait for its lock; progress on standard error
-in the run           a later epoch, ahead in the background (`engine/data/samples.py`); if the epoch begins before it is done,
-                     the heartbeat shows that the rank builds (`engine/resilience/hang`)
+in the run           a later epoch is built ahead in the background (`engine/data/samples.py`)
+
+If an epoch begins before its order is built, the heartbeat shows that the rank builds (`engine/resilience/hang`).
 """
 
 import sys
@@ -25,10 +26,10 @@ SAY_AGAIN_SECONDS = 10.0
 
 
 class OrderProgress(Progress):
-    """Progress reports for a build: lines from the process that builds, and beats from this rank once it has a heartbeat.
+    """Progress reports for a build, as printed lines and as beats of this rank's heartbeat.
 
     Args:
-        clock: function that returns seconds.
+        clock: function () -> seconds.
 
     Attributes:
         heartbeat: this rank's heartbeat; None: no watch follows it yet.
@@ -56,7 +57,7 @@ class OrderProgress(Progress):
             self.heartbeat.builds()
 
     def waits(self, path: Path) -> None:
-        """Beat, while another process builds, only if it has finished a piece, so that a hanging build is noticed."""
+        """Beat if the building process has finished another piece, so that a hanging build is noticed."""
         if (done := pieces_done(path)) != self._others_done:
             self._others_done = done
             self.hashes(path)
@@ -81,7 +82,7 @@ class FirstOrders:
         self._opened: tuple[Config, Datasets] | None = None
 
     def build(self, config: Config) -> None:
-        """Build missing orders. Errors are ignored here; the ranks report them after they have met and can name the node."""
+        """Build missing orders. Errors are ignored, because the ranks report them after they have met."""
         try:
             newest = to_go_on_with(
                 config, self._stem, from_scratch=self._from_scratch, is_first_start=self._is_first_start

@@ -1,4 +1,4 @@
-"""Create a rank's heartbeat and the thread that watches it, for a training run (`engine/resilience/hang/watch.py`)."""
+"""Create a rank's heartbeat and the thread that watches it (`engine/resilience/hang/watch.py`)."""
 
 import sys
 
@@ -22,7 +22,7 @@ def open_heartbeat(rank: int, directory: RunDirectory) -> Heartbeat:
 
 
 def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirectory, telemetry: Telemetry) -> HangWatch:
-    """Build the watch over this rank's heartbeat; the caller starts it."""
+    """Build the watch over this rank's heartbeat. The caller starts it."""
     topology, rank, model = engine.topology, engine.topology.rank, engine.config.model
     groups = axis_groups(topology.grid, model.kv_heads, has_experts=model.has_experts)
     layout = RunLayout(
@@ -44,7 +44,7 @@ def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirector
     has_gpu = topology.device.type == "cuda"
 
     def place(number: int, pid: int) -> str:
-        """Describe a rank's place on this node; GPU indices follow the rank numbers."""
+        """Describe a rank's place on this node. GPU indices follow the rank numbers."""
         apart = number - rank
         return where(topology.device.index + apart if has_gpu and topology.device.index is not None else None, pid)
 

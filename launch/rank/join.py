@@ -1,4 +1,4 @@
-"""Start one rank: read its config, join the process group, build the topology. All workers use this."""
+"""Start one rank of any worker, from its config to the process group and topology."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +46,7 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
 
     Args:
         argv: config path and overrides.
-        environment: this rank's environment.
-        trains: whether the rank trains, so that its predicted memory must fit; under torchrun, the launcher has checked this.
+        trains: whether the rank's predicted memory must fit; under torchrun, the launcher has checked this.
 
     Raises:
         ConfigError: all problems at once, before any process group exists.
@@ -73,15 +72,15 @@ def join_run(
     before: Callable[[Config], None] = lambda config: None,
     measure: Measure = as_ours,
 ) -> Iterator[Rank]:
-    """Read a worker's configuration from its words, and join its run; raises the errors of `read_config`.
+    """Read a worker's configuration from its words, and join its run. Raises the errors of `read_config`.
 
     A rank that torchrun started ends with its launcher. A rank that trains resolves the run's tokenizer (`with_tokenizer`).
 
     Args:
-        words: the worker's words, config path first.
+        words: config path, then the other words.
         trains: see `read_config`.
         choose_phase, measure: see `join`.
-        before: called with the configuration before any rank waits for another; it may take long.
+        before: function (configuration) that runs before any rank waits for another; it may take long.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -103,16 +102,16 @@ def join(
     choose_phase: Callable[[Config, RankEnvironment], Config] | None = None,
     measure: Measure = as_ours,
 ) -> Iterator[Rank]:
-    """Join the process group and build the topology; leave both after success.
+    """Join the process group and build the topology, and leave them after success.
 
-    Recomputation that cannot fit is refused before any rank connects, in every phase of the run.
+    Recomputation that cannot fit in some phase is refused before any rank connects.
+
+    After an exception the process has to end (`triaxis.launch.start.process.ending.run_rank`). The group stays, because destroying
+    an NCCL communicator would wait for sends and receives that no peer will match.
 
     Args:
-        choose_phase: function that returns the config for the phase to train, equal on every rank; None: `config` already is.
+        choose_phase: function (config, environment) -> config of the phase to train, equal on every rank; None: `config` itself.
         measure: function that measures an extension's parts in a phase, before any rank connects.
-
-    After an exception neither is left: destroying an NCCL communicator would wait for sends and receives that no peer will
-    ever match. The process has to end (`triaxis.launch.start.process.ending.run_rank`).
     """
     phases = [at_phase(config, phase["name"]) for phase in config.phases] if choose_phase else []
     costs = {}

@@ -1,8 +1,8 @@
-"""Report that a rank's peer is gone: one line with places and the next action; only the log has the traceback.
+"""Report that a rank's peer is gone, in one line with the places and the next action.
 
     rank 0 (node1, pid 4711, GPU 0) lost rank 2 (node 1) in the recv over pp_forward: Connection closed by peer. ...
 
-A broken connection is not a bug in this rank. The launcher's or the lost rank's output has the first cause.
+Only the log has the traceback. The launcher's or the lost rank's output has the first cause.
 """
 
 import re
@@ -41,10 +41,8 @@ def naming_lost_peers(
     """Turn a connection failure inside the block into a readable error, and write its traceback to the log.
 
     Args:
-        topology: this rank's topology.
-        heartbeat: this rank's heartbeat, which has the call that it waits for.
-        log: the rank's log file.
-        next_action: function that returns the next action, as a clause.
+        heartbeat: this rank's heartbeat, which has the call that the rank waits for.
+        next_action: function () -> the next action, as a clause.
 
     Raises:
         PeerLostError: instead of the backend's error.
@@ -64,7 +62,7 @@ def naming_lost_peers(
 
 
 def lost(beat: Beat, topology: Topology) -> str:
-    """Describe the lost peers and the call in which they were lost, from the call that this rank's heartbeat waits for."""
+    """Describe the lost peers and the call in which they were lost."""
     if not beat.op:  # a post: nobody waits yet
         return "a peer"
     axis = topology.optional_axis(beat.axis)

@@ -3,14 +3,14 @@
 Each allocator or library, and the errors that it raises:
 
     torch's GPU allocator          torch.OutOfMemoryError
-    torch, pinned memory           CUDA error: out of memory (the GPU allocator has its own error, above)
+    torch, pinned memory           CUDA error: out of memory
     CUDA's driver API, Triton      CUDA driver error: out of memory; Triton Error [CUDA]: out of memory
     cuBLAS, cuSOLVER, cuDNN        CUBLAS_STATUS_ALLOC_FAILED and the like
     NCCL                           DistBackendError that ends with NCCL's failed line
     torch, host memory             DefaultCPUAllocator: can't allocate memory
     Python                         MemoryError; OSError ENOMEM from mmap and fork
 
-The NCCL, cuDNN, cuBLAS and torch texts come from the binaries of NCCL 2.29.7, cuDNN 9.20, cuBLAS 13 and torch 2.13.
+The texts come from the binaries of NCCL 2.29.7, cuDNN 9.20, cuBLAS 13 and torch 2.13.
 """
 
 import errno

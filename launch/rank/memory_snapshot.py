@@ -1,6 +1,6 @@
-"""Write a snapshot of torch's GPU allocator, block by block, when a rank runs out of memory.
+"""Write a snapshot of torch's GPU allocator when a rank runs out of memory.
 
-Open the file in https://pytorch.org/memory_viz; torch writes it as a pickle, and nothing here reads it.
+Open the file in https://pytorch.org/memory_viz.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ HISTORY_ENTRIES = 100_000
 
 
 def remember_allocations(record: Callable[..., object] = torch.cuda.memory._record_memory_history) -> None:
-    """From now on, record where memory was requested, and the latest allocations and frees in order."""
+    """Record from now on where memory was requested, and the latest allocations and frees in order."""
     record(max_entries=HISTORY_ENTRIES, stacks="python")
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """The snapshot file of one rank, and a way to write it. `has_history`: whether `remember_allocations` was called."""
+    """The snapshot file of one rank. `has_history`: whether `remember_allocations` was called."""
 
     path: Path
     has_history: bool
     dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot
 
     def write(self) -> str:
-        """Write the snapshot, and return a line about it. Never raises: it only explains another error."""
+        """Write the snapshot, and return a line about it. Never raises."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.dump(str(self.path))

@@ -1,4 +1,4 @@
-"""Write the error message of a rank that runs out of memory: its activity, the memory in use by kind, and ways to save memory.
+"""Write the error message of a rank that runs out of memory.
 
 rank 5 (pp 1, dp 0, tp 1) is out of memory at 0F3, forward of microbatch 3 on chunk 0: tried to allocate 2.00 GiB.
   parameters     1.10 GB  predicted 1.10 GB
@@ -63,7 +63,6 @@ def explained(
         error: the allocator's error.
         place: memory that was requested.
         config: the run's configuration; an open `parallel.dp` is taken from the topology.
-        topology: this rank's topology.
         engine: the rank's engine; None while it is being built.
         snapshot: a line about a snapshot; None: there is none.
     """
@@ -106,7 +105,7 @@ def _where(running: Instruction | None) -> str:
 
 
 def _wanted(error: BaseException, place: MemoryPlace) -> str:
-    """Describe the allocation: its size, if the allocator reports it, and the kind of memory."""
+    """Describe the kind of memory that was requested, and the size if the allocator reports it."""
     text = str(error)
     size = ""
     if found := re.search(r"(?:allocate|alloc async|[cm]alloc|host alloc) (\d+) bytes", text):

@@ -1,7 +1,7 @@
-"""Find the phase and loss variant in which a run continues: rank 0 reads the newest checkpoint, before any group exists.
+"""Find the phase and loss variant in which a run continues.
 
-Layouts may differ between phases, so the phase decides which groups there are. A checkpoint saved at a phase's end belongs
-to the next phase. What the experts' sequence loss counts is built into the model: a run continues with its earlier choice.
+Rank 0 reads the newest checkpoint before any group exists, because layouts may differ between phases. A checkpoint saved at a
+phase's end belongs to the next phase. A run keeps its earlier choice of what the experts' sequence loss counts.
 """
 
 import os
@@ -21,12 +21,13 @@ from triaxis.engine.run.directory import RunDirectory, run_name
 def config_of_phase(
     config: Config, stem: str, environment: RankEnvironment, *, from_scratch: bool, is_first_start: bool
 ) -> Config:
-    """Return the config for the phase in which the run continues; every rank calls it once the ranks can reach each other.
+    """Return the config for the phase in which the run continues.
+
+    Every rank calls it once the ranks can reach each other.
 
     Args:
         config: configuration as read.
         stem: stem of the config's file name, which names an unnamed run.
-        environment: this rank's environment.
         from_scratch, is_first_start: see `triaxis.launch.rank.directory.open_directory`.
     """
     moe = config.model.moe
@@ -46,14 +47,14 @@ def config_of_phase(
 
 
 def phase_after(config: Config, candidate: Candidate | None) -> str:
-    """Return the name of the phase that follows a checkpoint, or of the first phase if there is no checkpoint."""
+    """Return the name of the phase that follows a checkpoint, or of the first phase without a checkpoint."""
     return phase_at(config, 0 if candidate is None else candidate.manifest.state.consumed_tokens).name
 
 
 def config_after(config: Config, candidate: Candidate | None) -> Config:
     """Return the configuration in which a run continues from a checkpoint.
 
-    The experts' sequence loss counts what it counted in the checkpoint's run; a note is printed if `config` says otherwise.
+    The experts' sequence loss counts the same as in the checkpoint's run. A note is printed if `config` says otherwise.
     """
     if candidate is None:
         return config
@@ -67,9 +68,9 @@ def config_after(config: Config, candidate: Candidate | None) -> Config:
 
 
 def to_go_on_with(config: Config, stem: str, *, from_scratch: bool, is_first_start: bool) -> Candidate | None:
-    """Find the checkpoint from which the run would continue; None if there is none and it begins at step 0.
+    """Find the checkpoint from which the run would continue; None if it begins at step 0.
 
-    Problems with that checkpoint are reported when it is loaded; until then the run is assumed to begin.
+    A checkpoint with problems is ignored here and reported when it is loaded.
     """
     try:
         directory = RunDirectory.join(config.runtime.runs_dir, run_name(config, stem, os.environ), 0)

@@ -1,4 +1,4 @@
-"""Let the trained model write a text at the end of its run, continuing a few tokens that it has not seen."""
+"""Let the trained model write a text at the end of its run."""
 
 from triaxis.engine.comm.stop import StopRequest
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
@@ -11,10 +11,9 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 def write_sample(engine: Engine, valid: SampleSource, stop: StopRequest) -> tuple[str, str | None]:
-    """Continue a prompt from the validation data; every rank takes part.
+    """Continue a prompt from the validation data. Every rank takes part.
 
-    After each token the ranks agree whether to stop. A run that is asked to stop here returns the text so far; since its
-    last step is saved, it still ends as a finished run.
+    After each token the ranks agree whether to stop. A run that is asked to stop here still ends as finished.
 
     Returns:
         The prompt and its continuation; ("", None) if no text is wanted, or a stop was agreed before the first token.

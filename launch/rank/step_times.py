@@ -1,4 +1,4 @@
-"""Assemble a rank's step timing: its clock, its timeline row, and the comparison of ranks.
+"""Assemble a rank's step timing.
 
 open      topology, schedule, telemetry.*   ->  StepTimes on every rank, SlowRanks on rank 0
 finish    the rows of all ranks             ->  timeline.json
@@ -31,7 +31,7 @@ HOST_BYTES = 64
 
 
 def open_step_times(config: Config, topology: Topology, marks: TimeMarks, directory: RunDirectory) -> StepTimes:
-    """Create the timer for this rank's steps; it reads `marks`, which follow the topology's waits."""
+    """Create the timer for this rank's steps. It reads `marks`, which follow the topology's waits."""
     schedule, timeline = schedules.of_step(config, topology.sizes), None
     steps = config.telemetry.timeline
     if steps is not None:
@@ -63,7 +63,7 @@ def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None
 
 
 def open_memory_check(engine: Engine) -> MemoryCheck | None:
-    """Create the comparison of measured and predicted memory; None on the CPU, where tensors are not counted. All ranks call it."""
+    """Create the comparison of measured and predicted memory; None on the CPU. All ranks call it."""
     topology = engine.topology
     if topology.device.type != "cuda":
         return None
@@ -72,7 +72,7 @@ def open_memory_check(engine: Engine) -> MemoryCheck | None:
 
 
 def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetry: Telemetry) -> None:
-    """Merge the timeline rows on rank 0, if this attempt wrote any; call it after the loop has ended on all ranks."""
+    """Merge the timeline rows on rank 0, if this attempt wrote any. Call it after the loop has ended on all ranks."""
     if times is None:
         return
     times.finish()

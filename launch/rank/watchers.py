@@ -1,7 +1,7 @@
-"""Watch a rank's steps, instructions and waits: heartbeat, times, NVTX ranges, the run directory, torch's profiler.
+"""Create the watchers of a rank's steps, instructions and waits.
 
-Watchers    created before the engine, which is built with their `observers` and with a topology whose waits they follow
-notices     created once there is telemetry: the run directory, and a line for a finished trace
+Watchers    created before the engine, which gets their `observers`
+notices     created once there is telemetry
 """
 
 from collections.abc import Sequence
@@ -61,21 +61,21 @@ class Watchers:
         self.observers.append(watcher.instruction)
 
     def notices(self, telemetry: Telemetry) -> Sequence[StepWatcher]:
-        """Create the watchers that report on the logging rank; [] on other ranks."""
+        """Create the watchers that report on the logging rank. Other ranks have none."""
         if telemetry.report is None:
             return []
         watch: list[StepWatcher] = [DirectoryWatch(self._directory, telemetry)]
         return watch if self._profiler is None else [*watch, TraceNotice(self._profiler, self._directory, telemetry)]
 
     def close(self) -> None:
-        """Close all watchers; a second call does nothing."""
+        """Close all watchers. A second call does nothing."""
         while self.steps:
             self.steps.pop(0).close()
 
 
 @dataclass(eq=False)
 class TraceNotice(StepWatcher):
-    """A watcher that reports, with an event and a printed line, that the profiler has written its trace."""
+    """A watcher that reports that the profiler has written its trace."""
 
     profiler: StepProfiler
     directory: RunDirectory

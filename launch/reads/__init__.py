@@ -1,1 +1,4 @@
-"""Find out what a run has read: the documents in a step, tokens read twice or left out. Training ranks import nothing from here."""
+"""Reconstructs which documents and tokens a run has read, from its configuration and its records.
+
+Training ranks import nothing from here.
+"""

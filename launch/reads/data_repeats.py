@@ -1,4 +1,4 @@
-"""`triaxis data repeats`: tokens that a run has read twice or left out over all attempts, from its config and events."""
+"""Runs `triaxis data repeats`, which finds tokens read twice or left out."""
 
 import argparse
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def find_repeats(args: argparse.Namespace) -> int:
-    """Print how many tokens a run has read, and which twice; return 1 for a repeat, a jump, or an epoch that left out tokens.
+    """Print how many tokens a run has read, and which twice.
 
-    At an epoch's end, each sequence length may leave over fewer labels than one sample has. So an epoch counts as having left out
-    tokens only if it misses at least the sum of the sequence lengths.
+    Return 1 for a repeat, a jump, or an epoch that left out tokens, else 0. An epoch may leave out fewer labels than the sum of all
+    sequence lengths.
     """
     run = read_run(args.run)
     if run.config is None:
@@ -56,7 +56,7 @@ def find_repeats(args: argparse.Namespace) -> int:
 
 
 class _Sources:
-    """A cache of open datasets; configurations that describe the same samples share one."""
+    """A cache of open datasets, shared by configurations that describe the same samples."""
 
     def __init__(self) -> None:
         self._opened: dict[str, SampleSource] = {}

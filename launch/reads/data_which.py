@@ -1,4 +1,4 @@
-"""`triaxis data which`: the documents that a run's step has read, from its config and events."""
+"""Runs `triaxis data which`, which prints the documents that a run's step has read."""
 
 import argparse
 from pathlib import Path
@@ -36,7 +36,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def which_documents(args: argparse.Namespace) -> int:
-    """Print the samples of the step `args.step`, each with the document parts of which it consists; return 0."""
+    """Print the samples of the step `args.step`, each with its document parts; return 0."""
     run = read_run(args.run)
     config = run.config
     if config is None:
@@ -68,7 +68,10 @@ def which_documents(args: argparse.Namespace) -> int:
 
 
 class _Reader:
-    """A corpus that a run reads, and the tokenizer that decodes it: the recorded one, or the run's if there is no record."""
+    """A corpus that a run reads, with its tokenizer.
+
+    The tokenizer is the one that the corpus records. If there is no record, it is the run's tokenizer.
+    """
 
     def __init__(self, prefix: str, config: Config) -> None:
         record = read_record(prefix)
@@ -76,7 +79,7 @@ class _Reader:
         self._corpus, self._tokenizer = open_corpus(prefix, config.model.own), load_tokenizer(name)
 
     def text(self, part: DocumentPart) -> str:
-        """Decode the beginning of a document part to at most MOST_CHARACTERS characters."""
+        """Decode the beginning of a document part, at most MOST_CHARACTERS characters."""
         # A token is usually one character or more, so this many tokens are enough.
         last = part.first + min(part.length, MOST_CHARACTERS)
         return self._tokenizer.decode(self._corpus.tokens(part.document, part.first, last).tolist())[:MOST_CHARACTERS]

@@ -1,9 +1,8 @@
-"""Compute the documents that a step read, sample by sample, from the configuration; nothing needs to be recorded.
+"""Computes the documents that a step read, sample by sample, from the configuration.
 
     step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, sample in the corpus)  ->  document parts
 
-The configuration, the step number and the skipped ranges determine a step's samples. So the result is the same in every layout, and
-after any number of restarts.
+The result is the same in every layout, and after any number of restarts.
 """
 
 from collections.abc import Iterator
@@ -25,8 +24,8 @@ class SampleRead:
         sample_id: index of the sample in the data, from 0; larger than `position` after skipped ranges.
         corpus: prefix of the sample's corpus.
         epoch: index of the epoch within the corpus, from 0.
-        pieces: stretches of consecutive tokens in the epoch, each as document parts in order. The first token of a piece is only
-            an input, never a label. The sample's last token is only a label.
+        pieces: stretches of consecutive tokens in the epoch, each as document parts in order. The first token of a piece is only an
+            input, never a label. The sample's last token is only a label.
     """
 
     position: int
@@ -47,7 +46,7 @@ def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: Ski
     Args:
         step: step number, from 1.
         phase: run phase that contains the step.
-        source: the phase's blend, indexed by sample id in the run (`Datasets.train_after`).
+        source: the phase's blend, indexed by sample id in the run.
         skipped: sample ids that the run leaves out.
     """
     first = phase.samples_before(step - 1)

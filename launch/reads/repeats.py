@@ -1,14 +1,13 @@
-"""Find the tokens that a run read twice, and those that it left out, over all its attempts.
+"""Finds the tokens that a run read twice or left out, over all its attempts.
 
-    attempt 0   steps 1 .. 43                      ->  spans, each step from the last attempt that ran it:
-    attempt 1   resumed after 40, steps 41 .. 60       1 .. 40 from attempt 0, 41 .. 60 from attempt 1
+    attempt 0   runs steps 1 .. 43                          steps 1 .. 40 count as attempt 0's
+    attempt 1   resumes after 40, runs steps 41 .. 60       steps 41 .. 60 count as attempt 1's
 
-Within one epoch each token in a corpus should be predicted once. So labels are counted by (corpus, epoch, document). This also
-works if attempts have different seeds, blends or sequence lengths. A sample predicts all tokens of each of its pieces except the
-piece's first.
+Within one epoch each token in a corpus should be predicted once. So labels are counted by (corpus, epoch, document). Attempts may
+have different seeds, blends or sequence lengths. A sample predicts all tokens of each of its pieces except the piece's first.
 
-Once the next epoch has begun, every label of this epoch must have been read. Exceptions are labels in skipped samples and, for each
-sequence length, fewer labels than one sample has.
+In an epoch that is over, every label must have been read. Labels in skipped samples are exceptions. For each sequence length in
+the run, fewer labels than one sample has may also be unread.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,7 +28,7 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """Consecutive steps that the same attempt was the last to run, with the same skipped ranges.
+    """Consecutive steps with the same last attempt and the same skipped ranges.
 
     Attributes:
         first_step, end_step: the span has the steps first_step + 1 .. end_step, counted from 1.
@@ -54,7 +53,7 @@ class ReadSpan:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Tokens `first` .. `first + length - 1` in a document, which two steps have both predicted in the same epoch."""
+    """Tokens `first` .. `first + length - 1` in a document, predicted by two steps in the same epoch."""
 
     corpus: str
     epoch: int
@@ -70,9 +69,9 @@ class EpochRead:
     """Label counts for one epoch of a corpus.
 
     Attributes:
-        labels: number of labels in the epoch: all tokens except the first.
+        labels: number of labels in the epoch, which are all tokens except the first.
         read: number of labels that steps have read.
-        skipped: number of labels that are in skipped samples and that no step has read.
+        skipped: number of unread labels in skipped samples.
         is_over: whether a later epoch has begun.
     """
 
@@ -97,7 +96,7 @@ class RunReads:
         num_samples: number of samples that the steps consumed.
         repeats: tokens that were read twice.
         epochs: label counts per epoch.
-        jumps: messages about steps whose samples do not follow the previous step's.
+        jumps: messages about steps whose samples do not follow the previous step's samples.
     """
 
     num_samples: int
@@ -115,8 +114,8 @@ def reads_of_run(
 
     Args:
         spans: spans that cover all steps, in order.
-        open_source: function that opens a config's samples, indexed by sample id in the run.
-        labels_of: function that counts the labels per epoch in a corpus.
+        open_source: function (config, skipped ranges) -> the config's samples, indexed by sample id in the run.
+        labels_of: function (config, corpus) -> number of labels per epoch.
     """
     read: dict[Place, list[tuple[int, int, int]]] = {}
     left_out: dict[Place, list[tuple[int, int, int]]] = {}
@@ -144,7 +143,7 @@ def reads_of_run(
 
 
 class _Names:
-    """One name for each corpus, whose path attempts may spell differently or reach through a link."""
+    """Gives each corpus one name, because attempts may spell a corpus path differently."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
@@ -158,7 +157,7 @@ class _Names:
 
 
 def _identity(prefix: str) -> Hashable:
-    """Return a key that two names of the same corpus share; for an extension's corpus, the key is the name itself."""
+    """Return a key that two names of the same corpus share. An extension's corpus has its name as the key."""
     return prefix if prefix.startswith(OWN_CORPUS) else IndexedTokens(prefix).identity
 
 
@@ -179,9 +178,9 @@ def _skipped_between(skipped: SkippedRanges, position: int, end: int) -> Iterato
 
 
 def _overlaps(place: Place, intervals: list[tuple[int, int, int]]) -> Iterator[Repeat]:
-    """Yield a `Repeat` for each interval (first, end, step) that begins before an earlier interval ends.
+    """Yield a `Repeat` for each interval (first, end, step) that begins before an earlier one ends.
 
-    It has the tokens that the interval shares with the earlier interval that ends last.
+    The repeat has the tokens that the interval shares with the earlier interval that ends last.
     """
     reached, by = 0, 0
     for first, end, step in sorted(intervals):

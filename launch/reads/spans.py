@@ -1,4 +1,4 @@
-"""Read a run's spans from its files: steps, grouped by the attempt that ran them last and by skipped ranges."""
+"""Groups the steps in a run's files by last attempt and skipped ranges."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,10 +15,11 @@ from triaxis.launch.report.record import RunRecord
 
 
 def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
-    """Yield a run's steps in order, grouped by the attempt that ran them last and by skipped ranges.
+    """Yield spans that cover a run's steps in order.
 
-    `config` is the run's configuration. Each attempt recorded the fields that decide which samples a step reads, and these replace
-    the fields of `config` in the attempt's spans.
+    All steps in a span have the same last attempt and the same skipped ranges.
+
+    `config` is the run's configuration. In an attempt's spans, the fields that the attempt recorded replace those in `config`.
     """
     begun = {event.attempt: event for event in run.events if event.kind == "begun"}
     rollbacks = [event for event in run.events if event.kind == "rolled_back"]
@@ -40,7 +41,7 @@ def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
 def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
     """Return the span that contains a step, counted from 1.
 
-    For a step that no attempt has run yet, the span has only this step, with the last attempt and its skipped ranges.
+    A step that no attempt has run yet has a span of its own, as the last attempt would run it.
     """
     spans = list(spans_of(run, config))
     found = next((span for span in spans if span.first_step < step <= span.end_step), None)
@@ -54,7 +55,7 @@ def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
 def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: Sequence[Event]) -> SkippedRanges:
     """Find the skipped ranges of a step that an attempt ran.
 
-    They are those of the attempt's last rollback to an earlier step; if there was none, those with which the attempt began.
+    The attempt's last rollback to an earlier step decides. If there was none, the attempt still has its first ranges.
     """
     began_with = begun[attempt].details.get("skipped") if attempt in begun else None
     # Attempts made by older versions do not record their first ranges; the last rollback in an earlier attempt has them.

@@ -1,1 +1,1 @@
-"""Show a run directory as one HTML page: `record` reads the files, `page` assembles what the other modules render."""
+"""Shows a run directory as one HTML page. `record` reads the files, and `page` assembles the sections."""

@@ -1,7 +1,7 @@
-"""Draw the load on experts as heat maps: expert by layer, and layer by step.
+"""Draws the load on experts as heat maps.
 
-A cell's shade shows an expert's tokens divided by the mean over the experts in its layer. A ratio of 0 gets the full first colour,
-1 no colour, and `full` (an argument of `heat_map`) or more the full second colour.
+A cell's shade shows an expert's tokens divided by the mean over the experts in its layer. The full first colour means a ratio of 0,
+and no colour a ratio of 1. The full second colour means at least the ratio `full` of `heat_map`.
 """
 
 import math
@@ -28,7 +28,7 @@ _LEFT, _TOP, _BOTTOM = 62, 6, 36
 
 
 def expert_load(run: RunRecord) -> str:
-    """Render the load on the experts as HTML; "" if no step of the run records it."""
+    """Render the load on the experts as HTML; "" if no step records it."""
     known = [(number(each, "step"), each["experts"]) for each in run.steps if isinstance(each.get("experts"), Mapping)]
     steps = [(step, dict(zip(layers, ratios, strict=False))) for step, layers, ratios in _ratios(known)]
     if not steps:
@@ -51,7 +51,7 @@ def _ratios(known: Sequence[tuple[float, Mapping[str, object]]]) -> Iterator[tup
 
 
 def _by_expert(known: Sequence[tuple[float, Mapping[str, object]]]) -> str:
-    """Draw each expert's load, from the last step that recorded the token counts of all experts."""
+    """Draw each expert's load, from the last step with token counts of all experts."""
     experts = next((experts for _, experts in reversed(known) if isinstance(experts.get("counts"), list)), None)
     if experts is None:
         return '<p class="missing">No step has recorded the counts of all experts yet.</p>'
@@ -79,7 +79,7 @@ def _by_expert(known: Sequence[tuple[float, Mapping[str, object]]]) -> str:
 
 
 def _are_counts(counts: Sequence[object], layers: int) -> bool:
-    """Whether these are equally long rows of counts, one per layer, with at least one positive count each."""
+    """Whether `counts` has equally long rows, one per layer, with a positive count in each."""
     rows = [row for row in counts if isinstance(row, list) and row]
     return (
         len(rows) == len(counts) == layers
@@ -141,7 +141,7 @@ def heat_map(
         cells: ratios by row and column; NaN is a gap.
         axis: name of the column axis.
         places: (column, text) for each mark below the map.
-        title: function from (row, column) to the text that the cell shows under the pointer.
+        title: function (row, column) -> text shown under the pointer.
         full: ratio that gets the full second colour.
         stretched: whether the columns fill the width, however few they are.
     """
@@ -193,14 +193,14 @@ def heat_map(
 
 
 def _shade(ratio: float, full: float) -> tuple[str, int]:
-    """Choose the colour and its level, 0 to `LEVELS`, for a ratio to the mean."""
+    """Choose a ratio's colour, and the colour's level from 0 to `LEVELS`."""
     if ratio < 1:
         return "c0", round((1 - ratio) * LEVELS)
     return "c1", min(LEVELS, round((ratio - 1) / (full - 1) * LEVELS))
 
 
 def _key(low: float, full: float) -> str:
-    """Draw the legend: a scale of shades for the ratios from `low` (0 or 1) to `full`."""
+    """Draw the legend for the ratios from `low`, 0 or 1, to `full`."""
     shades = [_shade(low + (full - low) * step / LEVELS, full) for step in range(LEVELS + 1)]
     even = round((1 - low) / (full - low) * LEVELS)
     texts = {0: f"{low:g}", even: "1, the mean", LEVELS: f"{full:g}+"}

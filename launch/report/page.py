@@ -1,4 +1,4 @@
-"""Render a run's page, section by section, with all text from files escaped."""
+"""Renders a run's page section by section, and escapes all text from files."""
 
 import math
 import time
@@ -34,7 +34,7 @@ def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
 
     Args:
         run: result of `read_run`.
-        now: Unix time, shown as the time when the page was made.
+        now: Unix time at which the page is made.
         cluster: cluster that the run used, for the predicted step; None: the recorded devices with their usual links.
 
     Raises:
@@ -165,10 +165,7 @@ def _colour(kind: str) -> str:
 
 
 def _message(event: Event) -> str:
-    """Render an event's message and details; long details are folded.
-
-    Layout and peak memory are left out, since the page has sections for them.
-    """
+    """Render an event's message and details, without layout and peak memory."""
     details = {
         name.replace("_", " "): _value(value)
         for name, value in event.details.items()
@@ -233,7 +230,7 @@ def _config(run: RunRecord) -> str:
 
 
 def _written(iso_time: str) -> str:
-    """Format a manifest's time like all other times on the page; an invalid time is shown as it is."""
+    """Format a manifest's time like all other times on the page. An invalid time is shown as it is."""
     try:
         written = datetime.fromisoformat(iso_time)
     except ValueError:

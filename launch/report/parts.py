@@ -1,4 +1,4 @@
-"""Page parts that show numbers over steps or ranks: each returns HTML, or a note about what is missing and why."""
+"""Renders numbers over steps or ranks as HTML, or notes why they are missing."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,13 +49,13 @@ PART_NAMES = {
 
 
 def series(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """List (step, value) for every record with a value at the nested `keys`; NaN and infinities stay, as gaps in the curve."""
+    """List (step, value) for every record with a value at the nested `keys`. NaN and infinities are kept."""
     found = ((each, value_at(each, *keys)) for each in records)
     return [(number(each, "step"), as_number(value)) for each, value in found if value is not None]
 
 
 def curve(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """Thin `series` to about 4 * MOST_POINTS points; in a long run, all points would take more memory than the records."""
+    """Thin `series` to about 4 * MOST_POINTS points, which saves memory in a long run."""
     return thinned(series(records, *keys), 4 * MOST_POINTS)
 
 
@@ -64,7 +64,7 @@ def _has(record: Mapping[str, object], *keys: str) -> bool:
 
 
 def starts(run: RunRecord) -> list[tuple[float, str]]:
-    """List (first step, text) for each attempt after the first, for a chart's vertical lines."""
+    """List (first step, text) for each attempt after the first."""
     return [
         (float(attempt.first_step), f"{attempt_name(attempt.number)} begins with step {attempt.first_step:,}")
         for attempt in run.attempts[1:]
@@ -73,7 +73,7 @@ def starts(run: RunRecord) -> list[tuple[float, str]]:
 
 
 def loss(run: RunRecord) -> str:
-    """Render training loss, validation loss, and the loss in steps that were later repeated or lost."""
+    """Render training loss, validation loss, and the loss in repeated or lost steps."""
     # A broad line below the others, so that both are visible if a repeated step has bitwise the same loss.
     lines = [
         Line("repeated or lost, after a resume or rollback", curve(each, "loss"), "c1 broad") for each in run.replaced
@@ -115,10 +115,7 @@ def small_charts(run: RunRecord) -> str:
 
 
 def loss_over_rate(run: RunRecord) -> str:
-    """Render the loss over the learning rate if the run is a range test, else "".
-
-    In a range test every step raises the rate, tenfold or more over the whole run.
-    """
+    """Render the loss over the learning rate; "" if the run is no range test, in which every step raises the rate."""
     logs = [(math.log10(rate), number(each, "loss")) for each in run.steps if (rate := number(each, "lr")) > 0]
     if not logs or logs[-1][0] < logs[0][0] + 1 or any(other[0] <= one[0] for one, other in pairwise(logs)):
         return ""
@@ -127,7 +124,7 @@ def loss_over_rate(run: RunRecord) -> str:
 
 
 def group_norms(run: RunRecord) -> str:
-    """Render the norms of gradients, weights and updates, one curve per parameter group; "" if the run measured none."""
+    """Render the norms of gradients, weights and updates by parameter group; "" if none is recorded."""
     measured = [each for each in run.steps if isinstance(each.get("norms"), Mapping)]
     groups = list(dict.fromkeys(group for each in measured for group in each["norms"]))
     charts = []
@@ -151,7 +148,10 @@ def group_norms(run: RunRecord) -> str:
 
 
 def fp8_losses(run: RunRecord) -> str:
-    """Render each operand's share of numbers that FP8 rounds to zero, in the worst linear layer; "" if no step counted it."""
+    """Render each operand's largest share of numbers that FP8 rounds to zero, over the linear layers.
+
+    "" if no step counted such numbers.
+    """
     measured = [each for each in run.steps if isinstance(each.get("fp8"), Mapping)]
     if not measured:
         return ""
@@ -165,7 +165,7 @@ def fp8_losses(run: RunRecord) -> str:
 
 
 def _worst_underflow(lost: Mapping[str, object], operand: str) -> float:
-    """Find the largest share of an operand's numbers that became zero, over the layers; NaN if no layer has the operand."""
+    """Find the largest share of an operand's numbers that became zero in a layer. NaN if there is none."""
     operands = [each[operand] for each in lost.values() if isinstance(each, Mapping) and operand in each]
     shares = [number(each, "underflow") for each in operands if isinstance(each, Mapping)]
     return max(shares, default=math.nan)
@@ -205,7 +205,7 @@ def throughput(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Render the parts of a step's time: over all ranks if measured, otherwise for the logging rank's host."""
+    """Render the parts of a step's time. They are over all ranks if measured, else for the logging rank's host."""
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if split:
         names = [part for part in PARTS if any(number(each, "time_split", f"{part}_seconds") > 0 for each in split)]
@@ -243,7 +243,7 @@ def times(run: RunRecord) -> str:
 
 
 def _context_parallelism(run: RunRecord) -> str:
-    """Describe the hidden time of context-parallel calls, and the imbalance in attention work; "" if no step records either."""
+    """Describe the hidden time of context-parallel calls, and the imbalance in attention work. "" if no step records either."""
     said = ""
     known = [each for each in run.steps if _has(each, "time_split", "hidden_cp_seconds")]
     if known:
@@ -293,10 +293,7 @@ def _columns(
 
 
 def sizes_of(run: RunRecord) -> ParallelSizes | None:
-    """Determine the run's parallel sizes; None if they are unknown.
-
-    If the configuration leaves dp open, dp follows from the recorded number of ranks.
-    """
+    """Determine the run's parallel sizes; None if they are unknown. An open dp follows from the recorded number of ranks."""
     if run.config is None:
         return None
     world_size = run.layout.get("world_size")
@@ -307,7 +304,7 @@ def sizes_of(run: RunRecord) -> ParallelSizes | None:
 
 
 def memory(run: RunRecord) -> str:
-    """Render each rank's measured peak memory next to the prediction from the configuration."""
+    """Render each rank's measured peak memory next to the predicted one."""
     sizes = sizes_of(run)
     predicted = {} if sizes is None or run.config is None else _predicted(run.config, sizes)
     measured = _measured_memory(run, sizes)
@@ -369,7 +366,7 @@ def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:
 
 
 def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, int]:
-    """Return peak bytes by rank, from the last attempt that recorded them; otherwise only rank 0's, from the last step."""
+    """Return peak bytes by rank from the last attempt that recorded them. If none did, return rank 0's from the last step."""
     for event in reversed(run.events):
         held = event.details.get("peak_memory_bytes")
         if isinstance(held, list) and held and (sizes is None or len(held) == sizes.world_size):
@@ -394,7 +391,7 @@ def _memory_table(predicted: Mapping[int, Memory]) -> str:
 
 
 def schedule(run: RunRecord) -> str:
-    """Render the run's schedule, and its bubble next to the measured one."""
+    """Render the run's schedule, with the simulated bubble next to the measured one."""
     sizes = sizes_of(run)
     if run.config is None or sizes is None:
         return MISSING.format("Unknown without a configuration of this version and the number of ranks.")
@@ -451,7 +448,7 @@ def _timeline(of: Schedule) -> SimulatedTimeline:
 
 
 def median_seconds(run: RunRecord) -> float:
-    """Compute the median step time in seconds over the run's history; NaN if no step records its time."""
+    """Compute the run's median step time in seconds; NaN if no step records its time."""
     known = sorted(y for _, y in series(run.steps, "step_time_seconds") if math.isfinite(y))
     return known[len(known) // 2] if known else math.nan
 
@@ -463,5 +460,5 @@ def trained_seconds(run: RunRecord) -> float:
 
 
 def last(points: Sequence[tuple[float, float]]) -> str:
-    """Format the last point's y with four decimals, as "2.0748" or "nan"; "unknown" if there are no points."""
+    """Format the last point's y with four decimals, as "2.0748" or "nan". No points give "unknown"."""
     return f"{points[-1][1]:.4f}" if points else "unknown"

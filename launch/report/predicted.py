@@ -1,9 +1,6 @@
-"""Show predicted and measured seconds per step side by side, by component.
+"""Shows predicted and measured seconds per step side by side, by component.
 
-Both sides are means:
-
-    config, sizes  ->  models/predict/step_time  ->  components of each pipeline rank  ->  mean over ranks  }  side by side
-    metrics.jsonl  ->  time splits of the last attempt                                 ->  mean over steps  }
+The prediction is the mean over pipeline ranks. The measurement is the mean over the last attempt's time splits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +42,7 @@ NAME_IT = (
 
 
 def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:
-    """Render the predicted and the measured seconds of a step as HTML, or a note about what is missing.
+    """Render the predicted and measured seconds of a step as HTML, or note what is missing.
 
     Args:
         run: run whose last attempt with time splits is shown.
@@ -72,7 +69,7 @@ def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:
 
 
 def _recorded_cluster(run: RunRecord) -> Cluster | str:
-    """Build a cluster from the recorded devices and their usual links; return the reason as text if that is impossible."""
+    """Build a cluster from the recorded devices and their usual links. If that is impossible, return the reason."""
     device, world_size, nodes = (run.layout.get(name) for name in ("device", "world_size", "nodes"))
     if not isinstance(device, str):
         return "The run recorded no device."
@@ -87,7 +84,7 @@ def _recorded_cluster(run: RunRecord) -> Cluster | str:
 
 
 def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[Part, float | None]:
-    """Predict each part's seconds per step, as the mean over pipeline ranks; None for parts that are not predicted."""
+    """Predict each part's seconds per step, as the mean over pipeline ranks. Unpredicted parts are None."""
     if sizes.world_size > cluster.num_gpus:
         raise ConfigError(
             [
@@ -105,9 +102,10 @@ def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[P
 
 
 def _measured(run: RunRecord) -> dict[Part, float] | None:
-    """Compute each part's mean seconds per step in the last attempt with time splits; None if no attempt has any.
+    """Compute each part's mean seconds per step in the last attempt with time splits.
 
-    The attempt's first time split includes start-up and compilation, so it is left out unless it is the only one.
+    None if no attempt has any. The attempt's first time split includes start-up and compilation. It counts only if there is no
+    other.
     """
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if not split:

@@ -1,6 +1,6 @@
-"""Read the files in a run directory; some may be damaged or missing, since the run may be live, killed, or old.
+"""Reads the files in a run directory, of which some may be damaged or missing.
 
-    config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced   (a torn last line is counted)
+    config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced
     events/          ->  events, attempts             checkpoints/   ->  checkpoints
     finished         ->  results
 
@@ -33,7 +33,7 @@ class SavedStep:
         name: folder name.
         num_bytes: size of the tensor files, from the manifest; None if the manifest cannot be read.
         written_at: time in the manifest, as ISO text; "" if the manifest cannot be read.
-        note: why the manifest cannot be read, or "".
+        note: reason why the manifest cannot be read, or "".
     """
 
     name: str
@@ -72,7 +72,7 @@ class RunRecord:
         config_problem: reason why there is no `config`, or "".
         steps: records from metrics.jsonl, one per step, ascending; for a repeated step, the last record.
         replaced: records for steps that were repeated or lost, one ascending group per resume or rollback.
-        results: contents of the file `finished`; None if the file is missing or unreadable, as in a run that is not done.
+        results: contents of the file `finished`; None if the file is missing or unreadable.
         num_unreadable: lines in metrics.jsonl and in event files that hold no record.
     """
 
@@ -140,7 +140,7 @@ def _read(path: Path) -> RunRecord:
 
 
 def number(record: Mapping[str, Any], *keys: str) -> float:
-    """Read the number at nested `keys` in a record; NaN if there is none. Records may have the texts "nan" and "inf"."""
+    """Read the number at nested `keys` in a record; NaN if there is none. The texts "nan" and "inf" count as numbers."""
     return as_number(value_at(record, *keys))
 
 
@@ -189,10 +189,10 @@ def _attempt_of(record: Mapping[str, Any]) -> int:
 def _latest(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
-    """Split the records into the run's history and the records that were replaced.
+    """Split the records into the run's history and the replaced records.
 
-    A record whose step is not later than the previous record's marks a resume or a rollback. The history's records from that step
-    on are then replaced.
+    A record whose step is not later than the previous record's marks a resume or a rollback. It replaces the history from its step
+    on.
     """
     history: list[Mapping[str, Any]] = []
     replaced: list[list[Mapping[str, Any]]] = []
@@ -207,7 +207,7 @@ def _latest(
 
 
 def _with_later_validations(steps: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> list[Mapping[str, Any]]:
-    """Add `val_loss` to steps that a later attempt validated: the step's record was written before that validation."""
+    """Add `val_loss` to the records of steps that a later attempt validated."""
     later = {event.step: event for event in events if event.kind == "validation"}
     found: list[Mapping[str, Any]] = []
     for record in steps:
@@ -242,7 +242,7 @@ def _attempts(records: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> 
 
 
 def _end(events: Sequence[Event], *, has_successor: bool) -> str:
-    """Describe how an attempt ended, from the kinds of its events; `has_successor`: a later attempt exists."""
+    """Describe how an attempt ended, from its events. `has_successor` tells whether a later attempt exists."""
     kinds = {event.kind: event for event in events}
     if "finished" in kinds:
         return "finished"

@@ -1,6 +1,4 @@
-"""Store a long run's records compactly, with all their numbers in one array.
-
-A record is stored in three places:
+"""Stores a long run's records compactly, with all their numbers in one array.
 
     record    {"step": 7, "loss": 2.5, "time_split": {"data_seconds": 0.1}, "note": "x"}
 
@@ -8,10 +6,8 @@ A record is stored in three places:
     others    .. | "x" | ..                 every value that is not stored as a number
     form      step: int 0; loss: float 1; time_split: {data_seconds: float 2}; note: other 0
 
-The form has each value's kind and its place among the record's numbers or others. Records with the same keys and kinds share a
-form.
-
-200,000 records with 45 numbers each take 90 MB; as dicts they take 1.1 GB.
+The form has each value's kind, and its place among the record's numbers or others. Records with the same keys and kinds share a
+form. 200,000 records with 45 numbers each take 90 MB instead of 1.1 GB.
 """
 
 from array import array
@@ -26,7 +22,7 @@ Form = dict[str, "tuple[str, int] | Form"]
 
 
 class Rows:
-    """A store for records; calling it adds a record and returns its `Row`."""
+    """A store for records. A call adds a record and returns its `Row`."""
 
     def __init__(self) -> None:
         self.numbers = array("d")
@@ -42,10 +38,7 @@ class Rows:
         return Row(self, form, *start)
 
     def _add(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Append a record's values to the arrays; return (key, kind, key, kind, ..).
-
-        A nested mapping's kind is such a tuple.
-        """
+        """Append a record's values to the arrays; return (key, kind, key, kind, ..). A nested mapping's kind is such a tuple."""
         shape: list[Any] = []
         for key, value in record.items():
             if type(value) is float or (type(value) is int and -LARGEST_EXACT <= value <= LARGEST_EXACT):
@@ -71,7 +64,7 @@ def _form_of(shape: tuple[Any, ...], places: list[int]) -> Form:
 
 
 class Row(Mapping[str, Any]):
-    """A record in `Rows`, or a mapping inside one; it reads like the original dict."""
+    """A record in `Rows`, or a mapping inside a record. It reads like the original dict."""
 
     __slots__ = ("_form", "_number", "_other", "_store")
 

@@ -1,1 +1,1 @@
-"""Run a batch job under SLURM: start its attempts, record how they ended, and requeue it."""
+"""Starts a batch job's attempts under SLURM, records how they ended, and requeues the job."""

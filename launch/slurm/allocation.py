@@ -1,4 +1,4 @@
-"""Read a SLURM allocation, and call SLURM commands inside it."""
+"""Reads a SLURM allocation, and calls SLURM commands inside it."""
 
 import re
 import subprocess
@@ -71,7 +71,7 @@ class CommandResult:
 
 
 def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResult:
-    """Run a SLURM command; if it is missing or does not answer in time, it counts as failed."""
+    """Run a SLURM command. A command that is missing or does not answer in time counts as failed."""
     try:
         ended = subprocess.run(
             words,
@@ -88,7 +88,7 @@ def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResu
 
 
 def say(text: str) -> None:
-    """Print a line to the job's output, with the local time as in SLURM's own log."""
+    """Print a line to the job's output, with the local time."""
     print(f"triaxis: {time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
 
 
@@ -98,7 +98,7 @@ def job_fields(number: str) -> dict[str, str]:
 
 
 def seconds_of(text: str) -> int | None:
-    """Convert `"1-02:03:04"` to seconds; None: not a time ("UNLIMITED")."""
+    """Convert a text like `"1-02:03:04"` to seconds. None if the text is no time, as "UNLIMITED"."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if match is None:
         return None
@@ -107,9 +107,9 @@ def seconds_of(text: str) -> int | None:
 
 
 def check_lead(script: str, fields: Mapping[str, str], variables: Mapping[str, str]) -> None:
-    """Refuse a time limit that is not longer than the lead, the time by which SLURM's signal precedes the limit.
+    """Refuse a time limit that is not longer than the lead of SLURM's signal.
 
-    SLURM does not show a job its own --signal option. It is therefore read from SBATCH_SIGNAL or the script's header.
+    The lead is the time by which the signal precedes the limit. It is read from SBATCH_SIGNAL or the script's header.
 
     Args:
         script: text of the batch script.

@@ -1,10 +1,8 @@
-"""Record the attempts of a job, and decide which nodes to exclude and when to give up.
+"""Records a job's attempts, and decides which nodes to exclude and when to give up.
 
-    runs/<name>/slurm.json      per attempt: when, on which nodes, from which step to which, how it ended, who is to blame
-
-A node that failed twice is excluded from the next attempt. Attempts that end without a newer checkpoint are no progress: after
-three in a row the job is not started again. An attempt without a recorded end was ended from outside (a dead node, SIGKILL after a
-preemption): it blames no node and does not count.
+`runs/<name>/slurm.json` has the attempts. A node that failed twice is excluded from the next attempt. Attempts that end without a
+newer checkpoint are no progress. After three of them in a row the job is not started again. An attempt without a recorded end was
+ended from outside (a dead node, a preemption). It blames no node and does not count.
 """
 
 import json
@@ -49,12 +47,12 @@ class Attempt:
 
     Attributes:
         job: SLURM's job number.
-        restart: number of SLURM requeues before it.
-        nodes: nodes that it ran on.
+        restart: number of earlier SLURM requeues.
+        nodes: nodes of the attempt.
         began_unix_seconds: start time.
-        from_step: step of the newest checkpoint at its start; 0: there was none.
-        to_step: step of the newest checkpoint at its end.
-        outcome: value of an `Outcome`; None while it runs, or if it was ended from outside.
+        from_step: step of the newest checkpoint at the start; 0: there was none.
+        to_step: step of the newest checkpoint at the end.
+        outcome: value of an `Outcome`; None while the attempt runs, or if it was ended from outside.
         blamed: nodes whose rank died first, or that were lost.
     """
 
@@ -115,13 +113,13 @@ class History:
 
     @property
     def excluded(self) -> list[str]:
-        """Nodes to exclude from the next attempt: those blamed for at least `FAILURES_TO_EXCLUDE` failures."""
+        """Nodes to exclude from the next attempt, after at least `FAILURES_TO_EXCLUDE` failures."""
         failures = Counter(node for attempt in self.attempts for node in attempt.blamed)
         return sorted(node for node, count in failures.items() if count >= FAILURES_TO_EXCLUDE)
 
     @property
     def without_progress(self) -> int:
-        """Number of latest attempts in a row that ended without a newer checkpoint; stopped and unrecorded ends are skipped."""
+        """Number of latest attempts in a row without a newer checkpoint. Stopped and unrecorded ends are skipped."""
         count = 0
         for attempt in reversed(self.attempts):
             if attempt.outcome in (None, Outcome.STOPPED.value):

@@ -1,15 +1,15 @@
-"""A batch job that continues until the run is finished: it starts the ranks, forwards signals, and has itself started again.
+"""Runs a batch job that starts the ranks and requeues itself until the run is finished.
 
     launch/slurm/pretrain_gpt.sbatch  ->  this, once per allocation, on its first node
-        |  config        checked before any task starts; a finished run ends the job
-        |  srun          one task per GPU; SIGUSR1 before the time limit is forwarded to all ranks, which save (engine/comm/stop.py)
-        |  judge         finished | preempted | stopped | failed | mistake | diverged | interrupted   (launch/slurm/srun_report.py)
-        |  slurm.json    who failed where, whether there was progress                                (launch/slurm/history.py)
+        |  config        is checked before any task starts; a finished run ends the job
+        |  srun          starts one task per GPU; SIGUSR1 before the time limit reaches all ranks, which save
+        |  judge         finished | preempted | stopped | failed | mistake | diverged | interrupted
+        |  slurm.json    records who failed where, and whether there was progress
         v
     scontrol requeue     or, if the site refuses that, sbatch --dependency=afterany of the same script
 
-SLURM shows both a requeued and a cancelled job as COMPLETING. A requeued one has a higher restart count; a cancelled one must never
-come back, as it would with `scontrol requeue`.
+SLURM shows a requeued job and a cancelled one as COMPLETING. Only a requeued job has a higher restart count. A cancelled job must
+never come back.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -
     Args:
         root: checkout root.
         words: config, overrides and flags.
-        variables: SLURM_CPUS_PER_TASK, and what a site sets: TRIAXIS_SRUN, TRIAXIS_CONTAINER, TRIAXIS_CONTAINER_MOUNTS.
+        variables: SLURM_CPUS_PER_TASK, and a site's TRIAXIS_SRUN, TRIAXIS_CONTAINER, TRIAXIS_CONTAINER_MOUNTS.
     """
     # A dead rank ends the step: otherwise the others would wait for it until their timeout.
     srun = ["srun", "--kill-on-bad-exit=1"]
@@ -86,9 +86,9 @@ def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -
 
 
 def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for the ranks: a copy of `variables` with additions.
+    """Return a copy of `variables` for the ranks, with additions.
 
-    They are MASTER_ADDR on several nodes, if it is missing, and TRIAXIS_PYTHON in a container.
+    These are MASTER_ADDR on several nodes if it is missing, and TRIAXIS_PYTHON in a container.
     """
     environment = dict(variables)
     if not variables.get("MASTER_ADDR") and len(job.nodes) > 1 and (address := _node_address(job.nodes[0])):
@@ -99,13 +99,13 @@ def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _node_address(node: str) -> str | None:
-    """Return the address at which SLURM itself reaches a node; None: unknown, so its name is used."""
+    """Return the address at which SLURM reaches a node; None if it is unknown."""
     match = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", "--oneliner", node).stdout)
     return match[1] if match and match[1] not in LOOPBACK else None
 
 
 class SrunStep:
-    """The ranks that srun runs in this allocation, and the signals that are forwarded to them.
+    """The ranks that srun runs in this allocation.
 
     Attributes:
         received: last signal that came before a task ended badly; None: there was none.
@@ -144,24 +144,21 @@ class SrunStep:
         return self._srun.returncode
 
     def _kill_others(self) -> None:
-        """Send SIGKILL to tasks that have not ended; SLURM would wait for KillWait, which may be long at a site."""
+        """Send SIGKILL to tasks that have not ended. SLURM itself would wait for KillWait, which may be long."""
         if self.report.step and not self._others_are_killed:
             self._others_are_killed = True
             say(f"tasks that still run {OTHERS_END_SECONDS} seconds after one failed are killed")
             call("scancel", "--signal=KILL", self.report.step)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Forward SIGUSR1 to the ranks; SLURM itself sends them SIGTERM.
-
-        A signal after a bad end is not recorded, because it explains nothing: SLURM ends a job that lost a node.
-        """
+        """Forward SIGUSR1 to the ranks. SLURM itself sends them SIGTERM. A signal after a bad end is not recorded."""
         if not self.report.is_bad:
             self.received = signal.Signals(number)
         if number == signal.SIGUSR1 and self._srun is not None:
             self._srun.send_signal(signal.SIGUSR1)
 
     def _relay(self, stream: TextIO) -> None:
-        """Copy srun's standard error to ours, and parse it on the way."""
+        """Copy srun's standard error to ours, and parse each line."""
         for line in stream:
             sys.stderr.write(line)
             sys.stderr.flush()
@@ -171,7 +168,7 @@ class SrunStep:
 
 
 def judge(code: int, report: StepReport, received: signal.Signals | None) -> Outcome:
-    """Classify how an attempt ended. For codes that all ranks end with together, one rank's code decides."""
+    """Classify how an attempt ended. One rank decides with an exit code that all ranks end with together."""
     if report.has_code(ExitCode.REQUEUE):
         return Outcome.PREEMPTED
     if report.has_code(ExitCode.NEXT_PHASE):
@@ -192,7 +189,7 @@ def judge(code: int, report: StepReport, received: signal.Signals | None) -> Out
 
 
 class NextAttempt:
-    """The next attempt: the same job, requeued, or a new job that takes its place.
+    """The next attempt, which is the same job requeued or a new job in its place.
 
     Args:
         job: current job.
@@ -209,7 +206,7 @@ class NextAttempt:
         self._name = name
 
     def start(self, excluded: Sequence[str]) -> bool:
-        """Requeue the job without these nodes, or submit another; False: the job was cancelled, or SLURM refused both."""
+        """Requeue the job without the `excluded` nodes, or submit another. False if the job was cancelled or SLURM refused."""
         fields = job_fields(self._job.number)
         if int(fields.get("Restarts") or 0) > self._job.restart:
             say("SLURM requeues this job itself")
@@ -268,7 +265,7 @@ def submit_words(
     variables: Mapping[str, str],
     excluded: Sequence[str],
 ) -> list[str]:
-    """Return the sbatch command for a job that takes this one's place, with this job's resources.
+    """Return the sbatch command for a new job with this job's resources.
 
     Args:
         job: current job.
@@ -298,7 +295,7 @@ def submit_words(
 
 
 def is_out_of_time(fields: Mapping[str, str]) -> bool:
-    """Whether a job ends because its time is up, so that it continues, rather than because it was cancelled."""
+    """Whether a job has reached its time limit, and so was not cancelled."""
     limit, ran = (seconds_of(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
     return limit is not None and ran is not None and ran >= limit
 
@@ -393,7 +390,7 @@ def newest_step(directory: RunDirectory, config: Config) -> int:
 
 
 def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
-    """Read and check the config; return it with its path.
+    """Read and check the config; return the config and its path.
 
     Raises:
         ConfigError: all problems at once, before any task starts.

@@ -1,11 +1,11 @@
-"""Parse from srun's messages how tasks ended, and which one ended first.
+"""Parses from srun's messages how tasks ended, and which one ended first.
 
-    srun: error: node2: task 5: Killed                          the first bad end: its node is the suspect
-    srun: error: node1: tasks 0-3: Exited with exit code 1      tasks that communicated with it, a moment later
-    srun: Terminating StepId=7.0                                from here on srun itself ends the others
-    (no message about tasks 4-7)                                their node is lost: it is the suspect in any case
+    srun: error: node2: task 5: Killed                          the first bad end, so node2 is the suspect
+    srun: error: node1: tasks 0-3: Exited with exit code 1      tasks that communicated with task 5, a moment later
+    srun: Terminating StepId=7.0                                from here on srun itself ends the other tasks
+    (no message about tasks 4-7)                                their node is lost, and so is a suspect in any case
 
-SLURM's accounting has the same facts, but not every site runs it or lets a compute node query it.
+Not every site runs SLURM's accounting, which has the same facts.
 """
 
 import re
@@ -31,7 +31,7 @@ class StepReport:
         exit_codes: nonzero exit codes of tasks that ended by themselves, by task.
         ended: tasks that srun has named.
         first: tasks in srun's first message about a bad end.
-        step: identifier of the step that srun ends, for `scancel`; "" until srun says that it ends the step.
+        step: identifier of the step that srun ends, for `scancel`; "" until then.
     """
 
     nodes: Sequence[str]
@@ -52,7 +52,7 @@ class StepReport:
         return code in self.exit_codes.values()
 
     def read(self, line: str) -> None:
-        """Parse one line of srun's standard error; most lines are not about tasks."""
+        """Parse one line of srun's standard error."""
         if match := _TASKS.match(line):
             tasks = _numbers(match["tasks"])
             self.first = self.first or tuple(tasks)
@@ -65,10 +65,10 @@ class StepReport:
             self._lost.add(match[1].rstrip(".,:"))
 
     def suspects(self) -> list[str]:
-        """Return the nodes to blame for a bad end, once the step is over: lost nodes, else the node of the first bad end.
+        """Return the nodes to blame for a bad end, once the step is over.
 
-        A node is lost if srun ended its tasks without a message about them. If the first message names several nodes, none
-        of them is blamed.
+        They are the lost nodes, whose tasks srun ended without a message. If none is lost, it is the node of the first bad end. If
+        the first message names several nodes, none is blamed.
         """
         lost = self._lost or set(self.nodes) - {self.node_of(task) for task in self.ended}
         if lost and lost != set(self.nodes):

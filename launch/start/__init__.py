@@ -1,1 +1,1 @@
-"""Start a run: from the typed command line to running ranks."""
+"""Start a run from the typed command line."""

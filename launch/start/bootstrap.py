@@ -1,19 +1,17 @@
-"""Find a Python that can run Triaxis, or create one in `.venv` (standard library only).
+"""Find a Python that can run Triaxis, or create one in `.venv`.
 
 These are tried in order:
 
     TRIAXIS_PYTHON  ->  used as it is; an error if it lacks a requirement
     .venv           ->  used if it is complete
     active Python   ->  used if it has every requirement
-    otherwise       ->  create or complete .venv, under a lock, with `pip install -e .` and launch/constraints.txt: the tested
-                        versions, and a torch version that this machine's driver runs
+    otherwise       ->  .venv is created or completed with `pip install -e .`, pinned by launch/constraints.txt
 
-`launch/bootstrap.sh` runs this file with any Python >= 3.11. Standard output contains only the chosen interpreter; progress goes to
-standard error. The requirements in `pyproject.toml` are compared with the installed metadata, so nothing is imported and the usual
-answer takes a fifth of a second.
+The torch version is one that this machine's driver runs. This file runs with any Python >= 3.11 and the standard library alone.
+Standard output contains only the chosen interpreter.
 
-An interrupted installation leaves no `.venv/installed`, and the next start finishes it. Nothing is installed inside a SLURM job or
-under torchrun: every rank would wait for the installation, on a machine that may have no network.
+The next start finishes an interrupted installation, which lacks the file `.venv/installed`. Nothing is installed inside a SLURM job
+or under torchrun, because every rank would wait.
 """
 
 import argparse
@@ -60,12 +58,12 @@ CUDA_GB = 2.7
 
 
 class BootstrapError(Exception):
-    """No usable Python was found or could be created; the message names the remedy."""
+    """No usable Python was found or could be created. The message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A checkout's paths that the bootstrap reads and writes: pyproject.toml, launch/constraints.txt and `.venv`."""
+    """The paths in a checkout that the bootstrap reads and writes."""
 
     root: Path
 
@@ -96,7 +94,7 @@ class Checkout:
 
 
 def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, str]:
-    """Find requirements in `pyproject.toml` that this Python lacks: name -> `name>=1.0 (found 0.9)`."""
+    """Find requirements in `pyproject.toml` that this Python lacks, as name -> `name>=1.0 (found 0.9)`."""
     project = tomllib.loads(pyproject.read_text())["project"]
     wanted: list[str] = list(project["dependencies"])
     for extra in extras:
@@ -115,7 +113,7 @@ def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, st
 
 
 def _requirement_class() -> Any:
-    """Import the class `packaging.requirements.Requirement`, or pip's copy; None if this Python has neither package."""
+    """Import the class `Requirement` from packaging or pip; None if this Python has neither."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             return importlib.import_module(module).Requirement
@@ -148,10 +146,12 @@ def _check(python: str, extras: Sequence[str]) -> list[str]:
 
 
 def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Return the path of the interpreter to use; create or complete `.venv` if no other has all requirements.
+    """Return the path of the interpreter to use.
+
+    `.venv` is created or completed if no other interpreter has all requirements.
 
     Raises:
-        BootstrapError: TRIAXIS_PYTHON lacks something, or `.venv` is needed and may not or cannot be made here.
+        BootstrapError: TRIAXIS_PYTHON lacks a requirement, or `.venv` is needed and cannot be made here.
         BootstrapError: pyproject.toml has no such extra.
     """
     known = tomllib.loads(checkout.pyproject.read_text())["project"]["optional-dependencies"]
@@ -204,7 +204,7 @@ def _forbidden(variables: Mapping[str, str]) -> str | None:
 
 
 def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str]) -> None:
-    """Make `.venv`, or finish one that an interrupted start left. The caller holds the lock."""
+    """Make `.venv`, or finish an interrupted one. The caller holds the lock."""
     if importlib.util.find_spec("ensurepip") is None:
         raise BootstrapError(
             f"{sys.executable} has no ensurepip, so it cannot make a virtual environment. As root:\n"
@@ -234,9 +234,9 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
 
 
 def _constraints(checkout: Checkout, extras: Sequence[str], torch: "OwnTorch | None") -> str:
-    """Return pip constraints, one per line, that pin the packages that `.venv` lacks to their tested versions.
+    """Return pip constraints, one per line.
 
-    Packages that `.venv` has stay unpinned, except a torch that it shares with the active Python (`torch`).
+    Packages that `.venv` lacks are pinned to their tested versions. `torch`, if given, is pinned to its own version.
     """
     tested = {_name(line): line for line in checkout.constraints.read_text().splitlines() if re.match(r"\w", line)}
     lacking = {_name(description) for description in _check(str(checkout.python), extras)}
@@ -261,11 +261,13 @@ def _is_offered(checkout: Checkout, requirement: str) -> bool:
 def torch_requirement(
     driver: Driver, tested: str, variables: Mapping[str, str], is_offered: Callable[[str], bool]
 ) -> str:
-    """Choose a torch build: CUDA if this machine has a GPU, else CPU if an index offers it.
+    """Choose a CUDA build of torch on a machine with a GPU, else a CPU build.
+
+    A CPU build is chosen only if an index offers one.
 
     Args:
         driver, tested, variables: see `torch_for`.
-        is_offered: whether an index offers a requirement.
+        is_offered: function (requirement) -> whether an index offers it.
 
     Raises:
         BootstrapError: see `torch_for`.
@@ -329,7 +331,7 @@ def own_torch() -> OwnTorch | None:
 
 
 def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
-    """Create the virtual environment `.venv`; with `torch`, it also sees the packages of the Python that has this torch."""
+    """Create `.venv`. With `torch`, `.venv` also sees the packages of the Python that runs this file."""
     share = ["--system-site-packages"] if torch else []
     made = subprocess.run(
         [sys.executable, "-P", "-m", "venv", *share, str(checkout.venv)], stdout=sys.stderr, check=False
@@ -355,7 +357,7 @@ def _has_pip(python: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the kernel releases it when the process ends."""
+    """Hold an exclusive lock, which the kernel releases when the process ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -370,7 +372,7 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the interpreter to use; with `--check`, print what this interpreter lacks."""
+    """Print the interpreter to use, or with `--check` what this interpreter lacks."""
     parser = argparse.ArgumentParser(description="Find or make a Python that can run Triaxis, and print its path.")
     parser.add_argument("--check", action="store_true", help="only print what this Python lacks")
     parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml, such as dev")

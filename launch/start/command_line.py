@@ -6,8 +6,7 @@
                       |                     `- an option
                       `- the config, or a checkpoint for the commands that read one
 
-By convention the config comes first; words and options may come in any order. `CommandParser.parse` sorts them into
-`args.config` and `args.overrides`, and refuses any other word.
+Words and options may come in any order. `CommandParser.parse` sorts them into `args.config` and `args.overrides`.
 """
 
 import argparse
@@ -70,9 +69,9 @@ class PathArgument:
     """The file or folder that a command works on, given as a word.
 
     Attributes:
-        name: its name in usages; also the attribute of the parsed arguments that holds its path.
-        exists: function that checks whether a path is an existing file or folder of this kind.
-        endings: unambiguous file endings; a missing file with one of them is reported when it is opened.
+        name: name of the word in usages, and of the parsed attribute that holds the path.
+        exists: function (path) -> whether it is an existing file or folder of this kind.
+        endings: unambiguous file endings; a missing file with such an ending is reported when it is opened.
         example: example for the error message if none is given.
     """
 
@@ -103,11 +102,10 @@ class CommandParser(argparse.ArgumentParser):
         self.renamed: Mapping[str, str] = {}
 
     def add_verb(self, name: str, summary: str, words: str, examples: str) -> "CommandParser":
-        """Add a verb that has the option `--json`, and return the verb's parser; the command's help shows its examples too.
+        """Add a verb that has the option `--json`, and return the verb's parser.
 
         Args:
-            name: the verb.
-            summary: its line in the command's `--help`, and the description in its own.
+            summary: description of the verb, for the command's `--help` and the verb's.
             words: usage text that follows the verb's name.
             examples: text below the verb's options; the command's help shows the part before the first empty line.
         """
@@ -124,7 +122,7 @@ class CommandParser(argparse.ArgumentParser):
     def takes(
         self, subject: PathArgument, meaning: str, *, required: bool = True, read_without: Path | None = None
     ) -> None:
-        """Make the parser accept a path of the kind `subject`, and overrides, as words.
+        """Make the parser accept overrides and a path of the kind `subject` as words.
 
         Args:
             subject: kind of path. A config may also be given with `--config`.
@@ -148,11 +146,11 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def verbs(self) -> tuple[str, ...]:
-        """Names of the verbs; empty for a command that has none."""
+        """Names of the verbs, if the command has any."""
         return () if self._verbs is None else tuple(self._verbs.choices)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse the words after the command's name; exit with a usage error for an unknown option or verb.
+        """Parse the words after the command's name. An unknown option or verb exits with a usage error.
 
         Raises:
             ConfigError: a word is not an option, an override or a subject, or a required subject is missing.
@@ -172,7 +170,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _bad_paths(self, parsed: argparse.Namespace) -> Iterator[str]:
-        """Yield a problem for each path that cannot exist on this machine, or where an output cannot be written."""
+        """Yield a problem for each path that cannot exist here, and for each output that cannot be written."""
         for action in self._actions:
             given = getattr(parsed, action.dest, None)
             if action.type is Path or action.metavar in PATHS:
@@ -229,19 +227,19 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_world_size(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add `--world-size N`, alias `--gpus N`: the number of ranks if `parallel.dp` is open."""
+    """Add `--world-size N`, alias `--gpus N`, the number of ranks if `parallel.dp` is open."""
     parser.add_argument("--world-size", "--gpus", type=int, metavar="N", help=meaning)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the positional argument `name`: a path that `triaxis.engine.checkpoint.directory.find` accepts."""
+    """Add the positional argument `name`, a path that `triaxis.engine.checkpoint.directory.find` accepts."""
     parser.add_argument(
         name, type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"
     )
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Add `--weights`: which of the checkpoint's weights to read (`triaxis.engine.checkpoint.inspect.weights.WhichWeights`)."""
+    """Add `--weights`, which selects the weights to read (`triaxis.engine.checkpoint.inspect.weights.WhichWeights`)."""
     parser.add_argument(
         "--weights",
         choices=("trained", "ema"),
@@ -270,7 +268,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def text_aside(args: argparse.Namespace) -> Iterator[None]:
-    """Keep standard output for `print_json` if `--json` was typed; other text goes to standard error."""
+    """Send text to standard error if `--json` was typed, so that standard output is left to `print_json`."""
     args.json_output = sys.stdout
     aside = getattr(args, "text_goes_aside", False) and args.json
     with redirect_stdout(sys.stderr) if aside else nullcontext():
@@ -278,7 +276,7 @@ def text_aside(args: argparse.Namespace) -> Iterator[None]:
 
 
 def print_json(args: argparse.Namespace, tree: object, file: Path | None = None) -> None:
-    """Print a command's result as JSON if `--json` was typed, and write it to `file` if one is named."""
+    """Print a command's result as JSON if `--json` was typed. If a file is named, write the JSON to it too."""
     text = json.dumps(tree, indent=2)
     if args.json:
         print(text, file=args.json_output, flush=True)
@@ -287,7 +285,7 @@ def print_json(args: argparse.Namespace, tree: object, file: Path | None = None)
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write the file that an option names; raises OutputError if that fails."""
+    """Write the file that an option names. Raises OutputError if that fails."""
     try:
         write_atomically(file, [text.encode()])
     except OSError as error:
@@ -317,7 +315,7 @@ def open_page(args: argparse.Namespace, path: Path) -> None:
 
 
 def add_ignore(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add `--ignore KEY`: accept an unknown key in a Hugging Face config.json."""
+    """Add `--ignore KEY`, which accepts an unknown key in a Hugging Face config.json."""
     parser.add_argument(
         "--ignore",
         action="append",
@@ -339,7 +337,7 @@ def typed(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def _option(name: str) -> str:
-    """Spell an option as help texts do: `max_steps` becomes `--max-steps`."""
+    """Spell an option as help texts do, such as `--max-steps` for `max_steps`."""
     return "--gpus" if name == "world_size" else f"--{name.replace('_', '-')}"
 
 
@@ -348,9 +346,9 @@ def above(name: str, number: int, most: int, reason: str) -> list[str]:
 
     Args:
         name: option name, with `_` for `-`.
-        number: its value.
+        number: the option's value.
         most: largest legal value.
-        reason: reason for the bound, as the end of the sentence.
+        reason: reason for the bound, which ends the message.
     """
     if number <= most:
         return []
@@ -358,7 +356,7 @@ def above(name: str, number: int, most: int, reason: str) -> list[str]:
 
 
 def refuse(problems: Iterable[str], source: str = "the command line") -> None:
-    """Raise a ConfigError that lists the problems with `source`; do nothing if there are none."""
+    """Raise a ConfigError that lists the problems with `source`, if there are any."""
     if found := list(problems):
         raise ConfigError(found, source)
 
@@ -367,7 +365,7 @@ def check_counts(**given: int | None) -> None:
     """Refuse options that count ranks and are below 1 or above `MOST_RANKS`.
 
     Args:
-        given: counts by option name, with `_` for `-`; None if the option was not given.
+        given: counts by option name, with `_` for `-`; None: the option was not given.
 
     Raises:
         ConfigError: all problems at once.
@@ -434,7 +432,7 @@ def _stray(word: str, subject: PathArgument, options: Iterable[str]) -> str:
 
 
 def _unwritable_place(path: Path, is_file: bool) -> Iterator[str]:
-    """Yield the problem with an output path: it is a device that a file would replace, or its folder does not exist."""
+    """Yield the problem if an output path is a device, or if its folder does not exist."""
     if path.parent == Path("/dev") or (path.exists() and not (path.is_file() or path.is_dir())):
         what = kind_of(path.stat().st_mode) if path.exists() else "no file"
         yield f"{path} is {what}, and a file would take its place. Name a file; without --output the terminal shows it."
@@ -443,14 +441,14 @@ def _unwritable_place(path: Path, is_file: bool) -> Iterator[str]:
 
 
 def _entry(name: str, text: str) -> str:
-    """Format a word and its meaning as argparse formats an option; argparse indents it by two more columns."""
+    """Format a word and its meaning as argparse formats an option."""
     return textwrap.fill(
         text, HELP_WIDTH - 2, initial_indent=f"{name:<{HELP_COLUMN - 2}}", subsequent_indent=" " * (HELP_COLUMN - 2)
     )
 
 
 class _Help(argparse.HelpFormatter):
-    """A formatter that keeps columns and examples, fills sentences, and folds lines wider than `HELP_WIDTH`."""
+    """A help formatter that keeps columns and examples, and folds lines wider than `HELP_WIDTH`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH)
@@ -475,12 +473,12 @@ class _Help(argparse.HelpFormatter):
 
 
 def _is_kept(line: str) -> bool:
-    """Whether a help line stands by itself: an example, a heading, columns or an empty line."""
+    """Whether a help line stands by itself, as examples, headings, columns and empty lines do."""
     return not line or line.startswith(" ") or line.endswith(":") or "  " in line
 
 
 def folded(line: str, width: int) -> list[str]:
-    """Split a too wide example into lines that a shell still reads as one: before an option, else before a word."""
+    """Split an example that is too wide into lines that a shell still reads as one."""
     if len(line) <= width or not line.startswith("  "):
         return [line]
     words = re.findall(r"(?:'[^']*'|\S)+", line)

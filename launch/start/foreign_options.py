@@ -1,10 +1,9 @@
-"""Recognise other engines' options in a Triaxis command line, and answer with the Triaxis override.
+"""Recognise other engines' options in a command line, and answer with the Triaxis overrides.
 
     --tensor-model-parallel-size 2, --tp 2     ->  parallel.tp=2, and the whole command with it, to paste
     --num-layers 24 --hidden-size 2048 ...     ->  the command that converts a Megatron-LM command line to a config
 
-The printed command works: if another config value contradicts the new one (a warm-up longer than train.steps), the command
-also sets the nearest legal value.
+If another config value contradicts the new one, the printed command also sets that value to the nearest legal one.
 """
 
 import argparse
@@ -66,7 +65,7 @@ def answers(
     parse: Parse,
     read_without: Path | None,
 ) -> list[str]:
-    """Return messages about unknown options that other engines have, with their Triaxis equivalents; empty if none has them.
+    """Return messages with the Triaxis equivalents of other engines' options, if there are such options.
 
     Args:
         prog: command, such as `triaxis train`.
@@ -88,7 +87,10 @@ def answers(
 
 
 def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer:
-    """Replace other engines' options with Triaxis overrides; an option that no engine has is reported only along with others."""
+    """Replace other engines' options with Triaxis overrides.
+
+    An option that no engine has is reported only along with others.
+    """
     answer, strangers = _Answer(), list[str]()
     words = list(arguments)
     while words:
@@ -124,14 +126,14 @@ def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer
 
 
 def _takes(key: str, word: str) -> bool:
-    """Whether the word after an option is its value: true or false for a switch, anything but an option for another field."""
+    """Whether the word after an option is its value."""
     if as_overrides(key, "true"):
         return word.lower() in ("true", "false")
     return not word.startswith("--")
 
 
 def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path | None) -> str:
-    """Format an answer: the command to paste, or the reason why that command would not start."""
+    """Format the command to paste, or the reason why that command would not start."""
     replaced = ", ".join(answer.replaced)
     written = " ".join(map(shlex.quote, answer.overrides))
     unknown = "is not an option" if len(answer.replaced) == 1 else "are not options"
@@ -159,7 +161,7 @@ def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) ->
     """Find further overrides without which the new ones would make the config illegal.
 
     Returns:
-        The further overrides, and a reason for each.
+        The further overrides and a list of reasons, one each.
 
     Raises:
         ConfigError: no value of another field makes the config legal.
@@ -194,7 +196,7 @@ def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) ->
 
 
 def _start(prog: str, words: Sequence[str]) -> str:
-    """Format the shell line that starts the command `prog` with these words, or the launch script if that was typed."""
+    """Format the shell line that starts `prog` with these words, or the launch script if that was typed."""
     script, command = os.environ.get(SCRIPT), prog.split()[1:]
     return (
         shlex.join(["bash", script, *words])
@@ -204,7 +206,7 @@ def _start(prog: str, words: Sequence[str]) -> str:
 
 
 def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[str]) -> list[str]:
-    """Format the commands that convert a Megatron-LM command line and use the config; add the conversion's problems, if any."""
+    """Format the commands that convert a Megatron-LM command line and use the config."""
     names = set(Config.dotted_names())
     ours = [
         word for word in arguments if word.partition("=")[0] in names or (word.startswith("--") and word not in unknown)

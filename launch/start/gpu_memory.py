@@ -1,4 +1,4 @@
-"""Read this node's GPU memory from nvidia-smi: no CUDA context is created, and torch is not imported."""
+"""Read this node's GPU memory from nvidia-smi, without a CUDA context or torch."""
 
 import subprocess
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ ANSWERS_WITHIN_SECONDS = 30.0
 
 
 def read_devices(variables: Mapping[str, str]) -> Devices | None:
-    """Read the memory of the GPUs that ranks may use; None if nvidia-smi is missing, fails, or gives no number.
+    """Read the memory of the GPUs that ranks may use; None if nvidia-smi gives no number.
 
     Args:
         variables: environment; CUDA_VISIBLE_DEVICES selects GPUs by number or UUID.
@@ -30,6 +30,6 @@ def read_devices(variables: Mapping[str, str]) -> Devices | None:
 
 
 def memory_rules(variables: Mapping[str, str]) -> list[Rule]:
-    """Return the rule that a run's predicted memory fits this node's GPUs; empty if their memory is unknown."""
+    """Return the rule that a run's predicted memory must fit this node's GPUs, if their memory is known."""
     devices = read_devices(variables)
     return [] if devices is None else [memory_rule(devices)]

@@ -1,12 +1,12 @@
-"""Start one run on the hosts that the file `HOSTFILE=path` lists, over ssh, with one launcher per host.
+"""Start one run on the hosts listed in the file `HOSTFILE=path`, over ssh.
 
     # hosts           here:  ssh host0  ->  bash: NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
     host0 slots=8            ssh host1  ->  bash: NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
     host1 slots=8
 
-A host's script reaches its bash through standard input, because it contains the environment: on a command line, keys in it would
-show in every host's process list. After the script, the same stream carries signal names. The stream ends if this process or the
-connection is gone. Then the remote launcher gets SIGTERM, and its ranks save.
+A host's bash reads its script from standard input, because a command line would show the keys in the environment. After the script,
+the same stream carries signal names. The stream ends when this process or the connection is gone. The remote launcher then gets
+SIGTERM, and its ranks save.
 """
 
 import contextlib
@@ -83,14 +83,14 @@ _SLOTS = re.compile(r"slots=([1-9][0-9]{0,5})")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host in the hostfile, and its number of slots."""
+    """A host in the hostfile."""
 
     name: str
     slots: int
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """Read the hosts in a file: one per line, `name slots=8`; `#` begins a comment.
+    """Read the hosts in a file, one per line as `name slots=8`. `#` begins a comment.
 
     Raises:
         TopologyError: the file cannot be read, or the hosts do not fit together.
@@ -131,7 +131,7 @@ def read_hosts(path: Path) -> list[Host]:
 
 
 def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that one host's launcher gets in addition to this host's environment."""
+    """Return the variables for one host's launcher, beyond this host's environment."""
     address = variables.get("MASTER_ADDR") or hosts[0].name
     world = {"NNODES": str(len(hosts)), "NODE_RANK": str(index), "NPROC_PER_NODE": str(hosts[index].slots)}
     if len(hosts) == 1:
@@ -140,9 +140,9 @@ def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, st
 
 
 def script(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Build the remote bash's input: environment and launcher; signal names follow until the stream ends.
+    """Build the remote bash's input, which sets the environment and starts the launcher.
 
-    The script is in braces, so bash reads all of it before the signal names on the same stream.
+    The script is in braces, so that bash reads all of it before the signal names on the same stream.
     """
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables.items()))
     command = shlex.join(words)
@@ -165,7 +165,7 @@ def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
-    """Return the local ssh command; by default it never asks for a password. TRIAXIS_SSH replaces `ssh` and its options.
+    """Return the local ssh command, which by default never asks for a password. TRIAXIS_SSH replaces `ssh` and its options.
 
     Raises:
         TopologyError: TRIAXIS_SSH has an unbalanced quote.
@@ -179,7 +179,7 @@ def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
 
 
 class SshLaunch:
-    """A run on several hosts: one launcher on each, started through ssh.
+    """A run on several hosts, with one launcher on each.
 
     Args:
         hosts: hosts from `read_hosts`.
@@ -194,7 +194,7 @@ class SshLaunch:
         self._connections: list[subprocess.Popen[str]] = []
 
     def show(self) -> None:
-        """Print each host's command, and the names of the variables that are passed on, never their values."""
+        """Print each host's command, and the names of the variables that are passed on but not their values."""
         print(f"environment passed on: {' '.join(sorted(passed_on(self._variables)))}")
         for index, host in enumerate(self._hosts):
             given = " ".join(
@@ -206,7 +206,9 @@ class SshLaunch:
             )
 
     def run(self) -> int:
-        """Start all hosts, wait for them, and return the run's exit code. Shows the first host's output and all hosts' errors.
+        """Start all hosts, wait for them, and return the run's exit code.
+
+        The first host's output and all hosts' errors are shown.
 
         Raises:
             TopologyError: this machine has no ssh.
@@ -256,10 +258,10 @@ class SshLaunch:
         return next((code for code in AFTER.values() if code in codes), abs(first_failure))
 
     def _wait(self) -> tuple[list[int], int]:
-        """Wait for all launchers; if one fails, end the others after `OTHERS_END_SECONDS`.
+        """Wait for all launchers, and end the others `OTHERS_END_SECONDS` after one fails.
 
-        A launcher sees only its own ranks, and a rank that waits in NCCL for a dead peer on another host does not end by itself. A
-        lost connection is no failure in this sense: the ranks there are still alive, and they and all others save first.
+        A rank that waits in NCCL for a dead peer on another host does not end by itself. After a lost connection, all ranks save
+        first.
 
         Returns:
             Exit codes by host, and the first failure among them (0: none).
@@ -297,12 +299,14 @@ def _relay(host: str, stream: TextIO) -> None:
 
 
 def is_asked_for(variables: Mapping[str, str]) -> bool:
-    """Whether this process starts a run on other hosts, rather than being the launcher of one of several nodes."""
+    """Whether this process starts a run on other hosts, and is not itself a launcher of such a run."""
     return bool(variables.get(VARIABLE)) and "NODE_RANK" not in variables
 
 
 def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, dry_run: bool) -> int:
-    """Check the config for the hosts' ranks, then run it there or show the commands; return the exit code.
+    """Check the config for the hosts' ranks, then run it there or show the commands.
+
+    Returns the exit code.
 
     Raises:
         ConfigError: all problems in the configuration at once.

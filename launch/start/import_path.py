@@ -1,10 +1,9 @@
-"""The import path for Python processes that Triaxis starts.
+"""Set the import path for Python processes that Triaxis starts.
 
-`python -m` and `python -c` search the current folder first, so a `launch.py` or `torch.py` there would run in place of
-ours. PYTHONSAFEPATH (`python -P`) excludes that folder, for the process and everything it starts. An uninstalled checkout may
-have been found through that very folder, so its root goes on PYTHONPATH. It is the last entry: a user's own package `models`
-or `engine` comes before the checkout's folders. But our root precedes any entry with another `triaxis`, so that all ranks run the
-one that was started.
+PYTHONSAFEPATH excludes the current folder, where a `torch.py` would hide the real module.
+
+The checkout's root goes on PYTHONPATH as the last entry, so that a user's own package `models` or `engine` comes before ours. But
+the root precedes any entry with another `triaxis`, so that all ranks run the one that was started.
 """
 
 import os
@@ -20,7 +19,7 @@ def import_variables(variables: Mapping[str, str], root: Path = IMPORT_ROOT) -> 
 
     Args:
         variables: environment that the process would otherwise have.
-        root: checkout root. Site-packages are not added: they are on every path already, and would precede the standard library.
+        root: checkout root; not added if it is site-packages, which every path has already.
     """
     safe = {"PYTHONSAFEPATH": "1"}
     if str(root) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -1,15 +1,14 @@
-"""From a command line to running ranks: resolve the config, choose the world, show it, start torchrun or be a rank.
+"""Resolve the config, choose the world and start the ranks.
 
     bash launch/pretrain_gpt.sh [config.yaml] [dotted=overrides] [--dry-run]
-        |  config        YAML < environment < dotted, all problems at once
-        |  world         NPROC_PER_NODE, else the GPUs, else tp cp pp dp of the config (launch/start/world.py)
+        |  config        YAML < environment < dotted
+        |  world         NPROC_PER_NODE, else the GPUs, else tp cp pp dp of the config
         |  corpus        prepared first, if a tiny config finds none
         v
     one machine, or one call per node:  torchrun  ->  N x launch/pretrain_gpt.py     RANK, WORLD_SIZE, ... set by torchrun
     one task of srun per GPU:           launch/pretrain_gpt.py here, now             the same variables, from SLURM's
 
-Each rank reads the config again from the same words and the same environment. When a rank dies, the others are ended
-and the launcher names the dead one. Signals are forwarded to the ranks (launch/start/process/forward_signals.py).
+Each rank reads the config again from the same words and environment. When a rank dies, the others are ended.
 """
 
 import importlib
@@ -114,7 +113,7 @@ class Request:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A run whose config and world fit together; the printed lines and torchrun's command line are built from it."""
+    """A run whose config and world fit together."""
 
     config: Config
     config_path: Path
@@ -178,7 +177,10 @@ def _launch(request: Request, environ: Mapping[str, str]) -> int:
 
 
 def default_config(overrides: Sequence[str], variables: Mapping[str, str]) -> Path:
-    """Choose the config for a command that names none: `GPU_CONFIG` on a node with GPUs, unless the run is to use the CPU."""
+    """Choose the config for a command that names none.
+
+    It is `GPU_CONFIG` on a node with GPUs, unless the run is to use the CPU.
+    """
     on_cpu = f"runtime.device={CPU}" in overrides or not find_gpus(variables).count
     return DEFAULT_CONFIG if on_cpu else GPU_CONFIG
 
@@ -255,7 +257,7 @@ def device_variables(world: World) -> dict[str, str]:
 def show(
     console: Console, request: Request, plan: LaunchPlan, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Print what was chosen for a run, with reasons: config, ranks and, if asked for, torchrun's command line.
+    """Print what was chosen for a run, with reasons.
 
     Layout, batch and memory are left out if a training run starts, because its rank 0 prints them.
     """
@@ -275,7 +277,7 @@ def show(
 
 
 def _row(console: Console, name: str, text: str) -> None:
-    """Print a text after the label `name`; on a terminal it is wrapped between words."""
+    """Print a text after the label `name`, wrapped between words on a terminal."""
     _lines(console, name, wrapped(text, _width(console)))
 
 
@@ -293,7 +295,7 @@ def _width(console: Console) -> int:
 
 
 def _continued(words: Sequence[str], width: int) -> Iterator[str]:
-    """Yield a command in lines that can be pasted: each but the last ends with a backslash."""
+    """Yield a command in lines that can be pasted. Each but the last ends with a backslash."""
     line = ""
     for word in words:
         if line and len(line) + 1 + len(word) + len(_CONTINUES) > width:
@@ -311,7 +313,7 @@ def _near(path: Path) -> str:
 
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
-    """Prepare a tiny config's corpus if it is missing, from text that every machine has; return an exit code."""
+    """Prepare a tiny config's corpus if it is missing, and return an exit code. The text is one that every machine has."""
     for prefix in (source.path for source in config.data.train):
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")
@@ -338,7 +340,7 @@ def _run_phases(plan: LaunchPlan, arguments: Sequence[str], environment: Mapping
 
 
 def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPlace") -> int:
-    """Run torchrun inside this process, so that its signals and failures reach us; return the exit code."""
+    """Run torchrun inside this process and return the exit code."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -392,7 +394,7 @@ def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPla
 
 
 def _stopped_by(signal_number: signal.Signals | None) -> int:
-    """Print which signal ended this node's ranks; return the exit code, 128 + the signal's number."""
+    """Print which signal ended this node's ranks. Return the exit code, 128 + the signal's number."""
     assert signal_number is not None, "a signal ended them"
     _show_cursor()
     print(f"stopped by {signal_number.name}; all ranks of this node have ended", file=sys.stderr)
@@ -400,12 +402,12 @@ def _stopped_by(signal_number: signal.Signals | None) -> int:
 
 
 def _show_cursor() -> None:
-    """Show the cursor: rank 0 hides it under its progress bar, and a killed rank cannot restore it."""
+    """Show the cursor, which a killed rank 0 leaves hidden."""
     Console().show_cursor()
 
 
 def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
-    """Run the worker in this srun task and end the process with its exit code; in a dry run, print rank 0's variables."""
+    """Run the worker in this srun task and end the process with its exit code. A dry run prints rank 0's variables."""
     ours = rank_variables(variables)
     path = request.config_path or default_config(request.overrides, variables)
     arguments = [str(path), *request.overrides, *request.worker_flags]

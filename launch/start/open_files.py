@@ -1,7 +1,7 @@
-"""The open-file limit for a launcher and the ranks that it starts.
+"""Check and raise the open-file limit for a launcher and its ranks.
 
 ulimit -Sn 64       raised as far as the hard limit allows, up to MOST
-ulimit -n 24        refused: a rank would fail in the middle of its start, and others would wait for it
+ulimit -n 24        refused, because a rank would fail in the middle of its start
 """
 
 import resource

@@ -1,13 +1,13 @@
-"""Adopt, refuse or clear the variables that another launcher set before ours started, and explain each.
+"""Adopt, refuse or clear the variables that another launcher has set.
 
 Each row has examples of such variables, where they come from, and what happens to them:
 
     PET_NNODES=2 PET_NODE_RANK=1 ..      torchrun's own, set by a Kubernetes operator   taken as NNODES, NODE_RANK, ..
     PET_TEE=3, PET_RDZV_BACKEND=c10d     settings that our launcher decides             cleared
     WORLD_SIZE=8 RANK=3, OMPI_COMM_..    another launcher has started 8 copies of us    refused, unless NNODES says what is meant
-    WORLD_SIZE=1 RANK=0                  it has started one copy                        cleared
+    WORLD_SIZE=1 RANK=0                  another launcher has started one copy          cleared
 
-torchrun reads PET_* as defaults for its options, so leftovers would change a run in ways that nobody asked for.
+torchrun reads PET_* as defaults for its options.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class Environment:
     Attributes:
         variables: remaining variables; adopted ones have our names.
         removed: names that must not reach torchrun or the ranks.
-        notes: adopted and cleared variables, a phrase for each.
+        notes: phrases about adopted and cleared variables.
     """
 
     variables: dict[str, str]
@@ -53,7 +53,7 @@ def without_other_launchers(variables: Mapping[str, str]) -> Environment:
     """Adopt, refuse or clear the variables that other launchers have set.
 
     Raises:
-        TopologyError: two launchers contradict each other, or another one has started several copies of this command.
+        TopologyError: variables contradict each other, or another launcher has started several copies of this command.
     """
     ours = dict(variables)
     given = {name: value for name, value in variables.items() if name.startswith(PREFIX)}

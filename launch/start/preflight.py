@@ -1,7 +1,6 @@
-"""Check, before the ranks start, that the run is unfinished, its directory usable, and its corpora and GPUs present.
+"""Check a run's directory, corpora and GPUs before its ranks start.
 
-The ranks check again, because they may be on other nodes. Here a check takes one second instead of ten, since no rank has to
-import torch first.
+The ranks check again, because they may be on other nodes. Here a check takes one second, since no rank has to import torch.
 """
 
 import os
@@ -17,12 +16,14 @@ from triaxis.engine.run.directory import RunDirectory, run_name
 
 
 def look_before_training(config: Config, config_path: Path, *, from_scratch: bool = False) -> str | None:
-    """Check a run's directory and corpora; return the message to print if it is already finished, and None if it can start.
+    """Check a run's directory and corpora.
 
     Args:
-        config: the run's configuration.
-        config_path: its file, which names an unnamed run.
+        config_path: the config's file, which names an unnamed run.
         from_scratch: whether the run starts at step 0 again, regardless of its directory's content.
+
+    Returns:
+        The message to print if the run is already finished; None if it can start.
 
     Raises:
         StorageError: the run directory or the checkpoint folder cannot be written.
@@ -43,12 +44,11 @@ def refuse_without_gpu(config: Config, *, has_gpu: bool, note: str = "") -> None
     """Refuse configuration fields that need a GPU if the run is on the CPU.
 
     Args:
-        config: the run's configuration.
-        has_gpu: whether its ranks are on GPUs.
-        note: reason why not, if known.
+        has_gpu: whether the run's ranks are on GPUs.
+        note: reason why they are not, if known.
 
     Raises:
-        ConfigError: all fields that need one.
+        ConfigError: all fields that need a GPU.
     """
     found = gpu_tool_problems(config.telemetry, f"this run is on the CPU ({note or 'torch finds no GPU here'})")
     if not has_gpu and (problems := list(map(str, found))):

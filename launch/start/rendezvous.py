@@ -1,10 +1,10 @@
-"""Let the launchers of a run's nodes meet: torchrun's static rendezvous, with a store that listens on one interface.
+"""Let the launchers of a run's nodes meet at a store that listens on one interface.
 
-torchrun's own store listens on all of node 0's interfaces, and waits silently in a call that no signal ends. This one
-replaces it inside our launcher's process; the launch line that is printed starts the same ranks with torchrun's own store.
+torchrun's own store listens on all of node 0's interfaces, and no signal ends the wait for other nodes. So a launcher that runs
+torchrun in its process replaces the store by ours. A launch line from --dry-run, typed by hand, uses torchrun's own store.
 
-    node 0        opens the store          waits for the others     "waiting for node 2 of 0 .. 3 at 10.0.0.1 port 29500"
-    other nodes   wait for its port, then for all others
+    node 0        opens the store             waits for the others    "waiting for node 2 of 0 .. 3 at 10.0.0.1 port 29500"
+    other nodes   wait for node 0's port      wait for the others
 """
 
 import argparse
@@ -44,15 +44,15 @@ _SHOWN = 8
 
 
 class NodesMissingError(TopologyError):
-    """Nodes did not come, or their meeting place is gone; the same command may succeed later."""
+    """Nodes did not come, or their meeting place is gone. The same command may succeed later."""
 
     exit_code = ExitCode.BROKE
 
 
 class MeetingPlace:
-    """The store of a run's launchers and ranks, which stays open over the run's phases.
+    """The store at which a run's launchers and ranks meet.
 
-    Other nodes' launchers may be a phase ahead or late, so a store that closed with each phase could vanish while they use it.
+    The store stays open from phase to phase, because launchers on other nodes may be in another phase and still need it.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class MeetingPlace:
         self._store: TCPStore | None = None
 
     def use(self, words: argparse.Namespace) -> None:
-        """Change torchrun's parsed arguments `words` so that it meets here; each call has its own keys in the store."""
+        """Change torchrun's parsed arguments, `words`, so that the nodes meet at this store."""
         # torch's registry accepts a name once per process, and another meeting place has another store.
         backend = f"{BACKEND}_{id(self):x}"
         rendezvous_handler_registry.register(backend, self._create)
@@ -84,7 +84,7 @@ class MeetingPlace:
 
 
 class _OneInterface(RendezvousHandler):
-    """A rendezvous of numbered nodes; node 0 serves the store, and the ranks use it as well."""
+    """A torchrun rendezvous for a fixed number of nodes. Node 0 serves the store."""
 
     def __init__(
         self, backend: str, interface: Interface, store: TCPStore, node: int, num_nodes: int, run_id: str
@@ -110,7 +110,7 @@ class _OneInterface(RendezvousHandler):
         return RendezvousInfo(prefixed, self._node, self._num_nodes, where)
 
     def _meet(self, store: PrefixStore) -> None:
-        """Wait until the launchers of all nodes are here.
+        """Wait until the launchers of all nodes have come to the store.
 
         Raises:
             NodesMissingError: a node does not come, or node 0 is gone.
@@ -138,7 +138,7 @@ class _OneInterface(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: a group of fixed nodes does not change."""
+        """Do nothing, because a group of fixed nodes does not change."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -153,11 +153,10 @@ class _OneInterface(RendezvousHandler):
 def wait_for(
     missing: Callable[[], Sequence[int]], num_nodes: int, where: str, limit_seconds: float = TIMEOUT.total_seconds()
 ) -> None:
-    """Wait until no node is missing, in short sleeps that a signal can end; print the missing nodes, and again each minute.
+    """Wait until no node is missing, and print the missing nodes each minute. A signal can end the wait.
 
     Args:
-        missing: function that returns the numbers of missing nodes.
-        num_nodes: number of nodes in the run.
+        missing: function () -> numbers of missing nodes.
         where: meeting place, for messages.
         limit_seconds: limit for the whole wait.
 

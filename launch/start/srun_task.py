@@ -1,9 +1,9 @@
-"""Run a task of `srun` as a rank: translate SLURM's variables to torchrun's.
+"""Run a task of `srun` as a rank, with torchrun's variables translated from SLURM's.
 
     srun --ntasks=16 --ntasks-per-node=8          SLURM_PROCID 11 of 16, SLURM_LOCALID 3 on node 1
       ->  RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=<first host> MASTER_PORT=<from job and restart>
 
-One task is one rank, with no torchrun in between: `scancel`, time limits and `--kill-on-bad-exit` reach the rank itself.
+One task is one rank, with no torchrun in between. So `scancel`, time limits and `--kill-on-bad-exit` reach the rank itself.
 """
 
 import re
@@ -24,12 +24,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def is_rank(variables: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process as one of several tasks, and no other launcher (with WORLD_SIZE) runs inside it.
+    """Whether `srun` started this process as one of several tasks, with no other launcher in between.
 
-    A batch script has SLURM_PROCID and SLURM_NTASKS too; only a step's tasks have SLURM_STEP_NUM_TASKS.
+    A batch script has SLURM_PROCID and SLURM_NTASKS too. Only a step's tasks have SLURM_STEP_NUM_TASKS.
 
     Raises:
-        TopologyError: a variable that must be a number, here or when the ranks start, is not one.
+        TopologyError: a variable that must be a number is not one.
     """
     check_numbers(variables)
     return (
@@ -43,8 +43,7 @@ def rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Translate this task's SLURM variables to torchrun's.
 
     Raises:
-        TopologyError: a SLURM variable is missing or unreadable, or ranks on several nodes would meet at a loopback
-            address.
+        TopologyError: a SLURM variable is missing or unreadable, or ranks on several nodes would meet at a loopback address.
     """
     try:
         world_size = int(variables["SLURM_STEP_NUM_TASKS"])
@@ -86,7 +85,7 @@ def _port(variables: Mapping[str, str]) -> int:
 
 
 def _master_address(variables: Mapping[str, str], num_nodes: int) -> str:
-    """Return the address at which all ranks meet: MASTER_ADDR if given, else the step's first host."""
+    """Return the address at which all ranks meet, MASTER_ADDR or else the step's first host."""
     given = variables.get("MASTER_ADDR")
     if given and not (num_nodes > 1 and given in LOOPBACK):
         return given

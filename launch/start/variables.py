@@ -18,7 +18,7 @@ def check_numbers(variables: Mapping[str, str]) -> None:
     """Check the `NUMBERS` that are set in the environment.
 
     Raises:
-        TopologyError: some are not valid numbers; lists all at once.
+        TopologyError: some are not valid numbers; the message lists all of them.
     """
     wrong = []
     for name, (least, most) in NUMBERS.items():

@@ -7,7 +7,7 @@ WIDTH = 200
 
 
 def wide_console() -> Console:
-    """Return a console as wide as its terminal; in a pipe or a file, wide enough for any Triaxis table."""
+    """Return a console as wide as its terminal. In a pipe or a file, it is wide enough for any Triaxis table."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDTH

@@ -1,12 +1,11 @@
-"""Choose how many ranks to start and where, and say why (torch is imported only if the machine shows a GPU).
+"""Choose how many ranks to start and where, and say why.
 
-    NPROC_PER_NODE given            that many on each node
-    parallel.dp given               tp cp pp dp ranks; if a node has fewer GPUs, they are refused, but gloo lets ranks share a GPU;
-                                    idle GPUs are named
-    dp open, GPUs                   as many as there are: dp = world / (tp cp pp), the largest that divides the batch
-    dp open, no GPU                 tp cp pp ranks on the CPU (gloo): one replica
+    NPROC_PER_NODE given            that many ranks on each node
+    parallel.dp given               tp cp pp dp ranks; refused if a node has fewer GPUs, unless gloo lets ranks share a GPU
+    dp open, GPUs                   as many ranks as fit the GPUs: dp is the largest that divides the batch
+    dp open, no GPU                 tp cp pp ranks on the CPU (gloo)
 
-The layout is never changed; only an open dp is filled in.
+The layout is never changed. Only an open dp is filled in.
 """
 
 import math
@@ -24,7 +23,7 @@ class TooFewGpusError(TopologyError):
     """A layout needs more ranks on a node than there are GPUs.
 
     Attributes:
-        needs: this fact in words.
+        needs: the numbers of needed and available GPUs, in words.
         smaller: a layout that fits the GPUs; None: there is none.
     """
 
@@ -35,7 +34,7 @@ class TooFewGpusError(TopologyError):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """How many ranks a run has, and on which nodes and device. `reason` says where the number comes from."""
+    """The number of a run's ranks, and their nodes and device. `reason` says where the number comes from."""
 
     num_nodes: int
     ranks_per_node: int
@@ -52,10 +51,9 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
     """Choose the number of ranks.
 
     Args:
-        config: resolved configuration.
         gpus: this node's GPUs; all nodes are assumed to be alike.
         variables: environment; NNODES and NPROC_PER_NODE are read.
-        more_rules: rules beyond every configuration's own, for the layouts that an error proposes.
+        more_rules: extra rules for the layouts that an error proposes.
 
     Raises:
         TopologyError: the layout does not fit the nodes or the GPUs, or torch cannot use the GPUs that are there.
@@ -96,7 +94,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
 
 
 def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
-    """Find the largest dp up to `most` that divides the batch and gives all nodes equally many ranks; 1 if there is none."""
+    """Find the largest dp up to `most` that divides the batch and the nodes; 1 if there is none."""
     num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
     for dp in range(most, 1, -1):
         if num_microbatches % dp == 0 and (dp * model_ranks) % num_nodes == 0:
@@ -105,7 +103,7 @@ def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> 
 
 
 def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> ParallelConfig | None:
-    """Find the layout with most replicas for these GPUs, with tp and pp powers of two; None if none satisfies all rules."""
+    """Find the layout with most replicas for these GPUs; None if none satisfies all rules. tp and pp are powers of two."""
     num_ranks = num_gpus * num_nodes
     for exponent in range(num_ranks.bit_length()):
         model_ranks = 2**exponent

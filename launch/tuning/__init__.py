@@ -1,1 +1,1 @@
-"""Tries a config in several layouts by short training runs, or chooses its layout by predicted memory alone."""
+"""Tries layouts of a config by short training runs, or chooses one by predicted memory."""

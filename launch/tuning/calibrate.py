@@ -3,13 +3,12 @@
     GEMMs        the three products of linear layers, over five decades of FLOPs
     attention    the causal half of fused attention, forward and backward
     memory       bytes that elementwise kernels read and write
-    host         time per kernel of an engine layer with tiny tensors; measured on CPUs only, since a GPU's host runs ahead
-    links        all-gathers, reduce-scatters and all-reduces between two ranks, through the engine's own axis
+    host         time per kernel of a layer with tiny tensors, on CPUs only
+    links        all-gathers, reduce-scatters and all-reduces between two ranks
 
-Ranks on one CPU share its caches, its memory and perhaps its cores. So a CPU is measured while other processes multiply matrices,
-one process for each other rank.
+Ranks on one CPU share its caches and memory. So a CPU is measured while other processes multiply matrices, one for each other rank.
 
-Every number is the best of several runs: another program can only make a machine slower.
+Every number is the best of several runs.
 """
 
 import json
@@ -90,7 +89,10 @@ class MeasuredLink:
 
 @contextmanager
 def company(num_others: int) -> Iterator[None]:
-    """Keep `num_others` other processes multiplying matrices during the block, each with as many threads as this process."""
+    """Keep `num_others` other processes multiplying matrices during the block.
+
+    Each other process has as many threads as this process.
+    """
     context = torch.multiprocessing.get_context("spawn")
     started = context.Semaphore(0)
     others = [
@@ -118,7 +120,7 @@ def _multiply(num_threads: int, started: Semaphore) -> None:
 
 
 def write_device(out: Path, name: str, kind: str, num_ranks: int) -> None:
-    """Measure a device and write its file. Prints a line before each measurement, the rates, and a cluster of two ranks.
+    """Measure a device, write its file, and print the rates.
 
     Args:
         out: file to write.
@@ -162,11 +164,11 @@ def measure_device(
     Args:
         name: device name in plans and reports.
         device: "cpu", with torch's current number of threads, or a CUDA device.
-        report: function that is called with the name of each measurement before it starts.
+        report: function (name of a measurement) -> None, called before each measurement.
         num_ranks: number of ranks that will share the CPU; ignored for a GPU.
 
     Returns:
-        The content of a device file, which `load_device` reads, and `collective_gb_per_s`, the measured link's bandwidth.
+        The content of a device file, as `load_device` reads it, with the link's bandwidth as `collective_gb_per_s`.
     """
     is_cuda = device.type == "cuda"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -207,7 +209,7 @@ def measure_device(
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Time one call of `run`, in seconds: the best mean over `ROUNDS` rounds, each of about `ROUND_SECONDS`."""
+    """Time one call of `run`, in seconds. The result is the best mean over `ROUNDS` rounds, each of about `ROUND_SECONDS`."""
 
     def of(calls: int) -> float:
         _finish(device)
@@ -233,9 +235,9 @@ def _source(device: torch.device) -> str:
 
 
 def _gemms(device: torch.device, short: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Yield a row for each shape of a linear layer: the mean rate of its forward and its two gradient products.
+    """Yield a row for each shape of a linear layer.
 
-    The shapes combine token counts with square matrices and matrices that are up to four times as long.
+    A row's rate is the mean over the forward and the two gradient products.
     """
     tokens, widths = (GPU_TOKENS, GPU_WIDTHS) if device.type == "cuda" else (TOKENS, WIDTHS)
     for m in tokens:
@@ -288,9 +290,9 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, A
 def _stream_gb_per_s(device: torch.device) -> float:
     """Measure the rate of elementwise work, in 10^9 bytes per second.
 
-    On a GPU the rate is that of a copy, since memory alone limits fused kernels. On a CPU exponentials take longer than memory
-    access, and each operator reads and writes memory itself. So the CPU's rate is that of the engine's SwiGLU, forward and
-    backward. Its bytes are the ones that the cost model counts: 3 tensors [tokens, f] forward and 5 backward.
+    On a GPU this is the rate of a copy, since memory alone limits fused kernels. On a CPU it is the rate of the engine's SwiGLU,
+    forward and backward, since exponentials take longer than memory access. As in the cost model, SwiGLU's bytes are 3 tensors
+    [tokens, f] forward and 5 backward.
     """
     if device.type == "cuda":
         source = torch.zeros(STREAM_BYTES // 4, device=device)
@@ -315,7 +317,7 @@ def _launch_us(device: torch.device) -> float:
 def _host_us(device: torch.device) -> float:
     """Measure the host's time per kernel, in microseconds.
 
-    This is the time of a layer with tiny tensors, divided by the number of kernels that the cost model counts for a layer.
+    The time of a layer with tiny tensors is divided by the cost model's number of kernels per layer.
     """
     seconds = {num_layers: _tiny_step(num_layers, device) for num_layers in (FEW_LAYERS, MANY_LAYERS)}
     of_a_layer = (seconds[MANY_LAYERS] - seconds[FEW_LAYERS]) / (MANY_LAYERS - FEW_LAYERS) / MICROBATCHES
@@ -347,7 +349,7 @@ def _memory_bytes(device: torch.device) -> int:
 def measure_link(device: torch.device) -> MeasuredLink:
     """Measure collectives between two ranks on this machine.
 
-    A machine with a single GPU has no second rank: the result then has infinite bandwidth and no latency.
+    On a machine with a single GPU, the result has infinite bandwidth and no latency.
     """
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return MeasuredLink(math.inf, 0.0)
@@ -394,5 +396,5 @@ def _time_gathers(rank: int, folder: str, device_type: str, num_threads: int) ->
 
 
 def _digits(value: float) -> float:
-    """Round to four significant digits; repeated measurements agree in fewer."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")

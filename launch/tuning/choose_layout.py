@@ -1,14 +1,16 @@
 """Choose a layout for a model and a machine by predicted memory alone.
 
     tp x pp x ep = 1, 2, ..  ->  legal layouts  ->  those whose fullest rank fits  ->  least recomputation, then least pp and tp
-    the smallest model-parallel size that fits is chosen: it communicates least, and has the most replicas
 
-tp is a power of two that divides a node's ranks. Layouts with tp > 1 use sequence parallelism where it is legal, because it sends
-as much as plain tp and holds less. dp is the number of remaining ranks. ep is 1 for a model without experts. With ep > 1, tokens
-are dispatched by all-to-all, whose memory follows the expert load. Routing is assumed to be balanced; all-gather would have
-buffers for the worst load. `recompute.granularity=auto` finds what each layout must recompute. The share MARGIN of the memory stays
-free, because a prediction covers neither operator workspace, nor CUDA's context, nor an allocator's rounding. No layout is
-measured here; `triaxis bench` does that.
+The smallest model-parallel size that fits is chosen, since it communicates least.
+
+    tp              a power of two that divides a node's ranks; with sequence parallelism where legal
+    ep              1 for a model without experts; tokens are dispatched by all-to-all if ep > 1
+    dp              the number of remaining ranks
+    recomputation   what `recompute.granularity=auto` finds for each layout
+
+Predictions assume balanced routing. They do not cover operator workspace, CUDA's context and an allocator's rounding. So the share
+MARGIN of the memory stays free.
 """
 
 from collections.abc import Iterator
@@ -45,9 +47,9 @@ class ChosenLayout:
     """A layout that fits a machine.
 
     Attributes:
-        config: the given config with the layout's `parallel` and batch sizes, and with `recompute.granularity` auto.
+        config: the given config with the layout's `parallel` and batch sizes; `recompute.granularity` is auto.
         sizes: size of every axis.
-        recompute: the choice to which that `auto` resolves.
+        recompute: the choice to which `auto` resolves.
         prediction: predicted memory of every rank.
         usable_bytes: usable memory per rank, less MARGIN.
     """
@@ -63,13 +65,13 @@ def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
     """Choose the layout for a run on all ranks of a machine.
 
     Args:
-        config: run with one sample per microbatch; `parallel` and `recompute` are replaced. The chosen global batch is near this
-            config's: each pipeline's samples per step are rounded to four binary digits, and are at least pp.
+        config: run with one sample per microbatch; `parallel` and `recompute` are replaced. Each pipeline's samples per step are
+            rounded to four binary digits, and are at least pp.
         machine: the ranks and their memory.
 
     Raises:
-        ConfigError: the config breaks a rule even with tp=1 and pp=1, or no layout fits. In the latter case the message names the
-            layout that needs least memory, and how much it lacks.
+        ConfigError: the config breaks a rule even with tp=1 and pp=1, or no layout fits. If none fits, the message names the layout
+            that needs least memory.
     """
     alone = _with_layout(config, machine, tp=1, pp=1, sequence_parallel=False)
     require_legal(alone, "the run with tp=1 pp=1", machine.num_ranks, machine.ranks_per_node)
@@ -86,9 +88,9 @@ def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
 
 
 def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Config]:
-    """Yield the run in every legal layout with tp x pp x ep = `size` on all ranks.
+    """Yield the run in every legal layout with tp x pp x ep = `size`.
 
-    tp is a power of two within a node. With tp > 1, a layout has sequence parallelism unless only the plain one is legal.
+    With tp > 1, a layout has sequence parallelism unless only plain tp is legal.
     """
     for tp, pp, ep in _model_cuts(config, machine):
         if tp * pp * ep != size:
@@ -122,7 +124,7 @@ def _model_sizes(config: Config, machine: Machine) -> list[int]:
 
 
 def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence_parallel: bool, ep: int = 1) -> Config:
-    """Build the run's configuration in a layout, without recomputation; the global batch is rounded as in `choose_layout`."""
+    """Build the run's configuration in a layout, without recomputation. The global batch is rounded as in `choose_layout`."""
     dp = machine.num_ranks // (tp * pp)
     num_microbatches = max(pp, four_digits(config.train.global_batch_size / dp))
     layout: dict[str, object] = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": 1}
@@ -144,14 +146,14 @@ def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence
 
 
 def four_digits(number: float) -> int:
-    """Round to four binary digits, so that large numbers of samples divide by powers of two and microbatches can grow."""
+    """Round to four binary digits, so that large numbers divide by powers of two."""
     unit = 2 ** max(0, int(number).bit_length() - 4)
     return round(number / unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """A legal layout, and the least memory that its fullest rank needs: with the most recomputation that is legal."""
+    """A legal layout, and the least memory that its fullest rank needs. The layout recomputes as much as is legal."""
 
     trial: Config
     sizes: ParallelSizes
@@ -166,7 +168,7 @@ class _Least:
 
 
 def _fit(least: _Least, machine: Machine, usable_bytes: int) -> ChosenLayout | None:
-    """Find the least recomputation with which the layout fits in `usable_bytes`; None if it does not fit with any."""
+    """Find the least recomputation with which the layout fits in `usable_bytes`. None: the layout does not fit with any."""
     sizes, is_gpu = least.sizes, machine.is_gpu
     if least.held.total > usable_bytes:
         return None
@@ -226,7 +228,7 @@ def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes:
 
 
 def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | None:
-    """Double the machine's GPUs until some layout fits, and return their number; None if 128 times as many are too few."""
+    """Double the machine's GPUs until some layout fits, and return their number. None: 128 times as many GPUs are too few."""
     for count in (machine.num_ranks * 2**doublings for doublings in range(1, 8)):
         if count > GPUS_PER_NODE and count % GPUS_PER_NODE:
             continue

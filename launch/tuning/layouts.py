@@ -1,11 +1,12 @@
-"""Train a config for a few steps in each of several layouts, and read the results from the runs' records.
+"""Train a config for a few steps in several layouts, and read the results.
 
-    config, overrides, layout  ->  a config of its own: random tokens, a few steps, no warm-up, no checkpoint, no sinks
-                                       |  launch/start/launcher.py, as for training: one process group of ranks per layout
-                                       v
-    runs/<layout>/metrics.jsonl, events.jsonl  ->  LayoutResult    or Failed, with the reason
+    config, overrides, layout          ->  a config of its own: random tokens, a few steps, no checkpoint
+                                           |  launch/start/launcher.py starts the ranks, one layout at a time
+                                           v
+    runs/<layout>/metrics.jsonl,       ->  LayoutResult, or Failed with the reason
+    runs/<layout>/events.jsonl
 
-A layout that is illegal, does not fit or fails while it trains becomes a `Failed`, and the next layout is tried.
+A layout that is illegal, does not fit or fails while it trains becomes a `Failed`. The next layout is tried.
 """
 
 import os
@@ -55,8 +56,8 @@ class FullestRank:
 
     Attributes:
         rank: index of the rank.
-        measured: measured peak in bytes: allocated by torch on a GPU, resident on a CPU.
-        predicted: bytes predicted from the config for this rank's parameters, gradients, optimizer state and activations.
+        measured: measured peak in bytes, allocated by torch on a GPU or resident on a CPU.
+        predicted: predicted bytes for this rank's parameters, gradients, optimizer state and activations.
     """
 
     rank: int
@@ -70,14 +71,14 @@ class LayoutResult:
 
     Attributes:
         layout: layout sizes in words.
-        device: device as the run described it ("8 ranks on 1 node, NVIDIA H200, nccl").
+        device: description of the device ("8 ranks on 1 node, NVIDIA H200, nccl").
         is_gpu: whether the device is a GPU.
-        first_step, last_step: first and last step, counted from 1, over which each speed's median is taken.
+        first_step, last_step: first and last step, counted from 1, of the steps whose median is reported.
         tokens_per_second: tokens per second over all ranks, in the median step.
         model_tflops: TFLOP/s per rank, in the median step.
         mfu: model FLOPs utilization, 0 to 1; None if no peak is known.
         memory: memory of the rank that held most.
-        time: shares of a step by part, over all ranks; they add up to 1.
+        time: shares of a step by part, over all ranks; the shares add up to 1.
         loss: last step's loss, nats per token.
     """
 
@@ -107,9 +108,9 @@ class Failed:
 
     Attributes:
         layout: layout as requested.
-        reason: why it was not trained, in one or several lines.
-        exit_code: exit code of the run, or of the error that kept it from starting.
-        output: last lines of the run's output; "" if it was not started.
+        reason: why the layout was not trained, in one or several lines.
+        exit_code: exit code of the run, or of the error that kept the run from starting.
+        output: last lines of the run's output; "" if the run was not started.
     """
 
     layout: str
@@ -119,7 +120,10 @@ class Failed:
 
 
 def rank_outcomes(outcomes: Sequence[LayoutResult | Failed]) -> tuple[list[LayoutResult], list[Failed]]:
-    """Split the outcomes into trained layouts, most tokens per second and rank first, and failed ones in the given order."""
+    """Split the outcomes into trained layouts and failed ones.
+
+    Trained layouts are sorted by tokens per second and rank, fastest first. Failed ones keep the given order.
+    """
     measured = [one for one in outcomes if isinstance(one, LayoutResult)]
     measured.sort(key=lambda one: -one.tokens_per_second_per_rank)
     return measured, [one for one in outcomes if isinstance(one, Failed)]
@@ -137,7 +141,7 @@ def write_config(
         name: the run's name.
 
     Raises:
-        ConfigError: the configuration has problems; the error lists all of them.
+        ConfigError: all problems of the configuration at once.
     """
     asked = load_config(path, overrides, variables)
     tree = asked.model_dump(mode="json")
@@ -158,7 +162,7 @@ def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Faile
 
     Args:
         config_path: path that `write_config` returned.
-        label: layout as requested, which a `Failed` repeats.
+        label: layout as requested.
         log: file for the run's output.
 
     Raises:
@@ -181,16 +185,13 @@ def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Faile
 
 
 def refused(label: str, error: TriaxisError) -> Failed:
-    """Build the outcome of a layout that was not started because of `error`.
-
-    If the error is a ConfigError, only its problems are kept, because its heading names a temporary file.
-    """
+    """Build the outcome of a layout that was not started because of `error`."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
     return Failed(label, "\n".join(problems), error.exit_code)
 
 
 def show_plan(config_path: Path) -> None:
-    """Print how a layout would be started; start nothing.
+    """Print how a layout would be started, and start nothing.
 
     Raises:
         TriaxisError: the layout cannot be started.
@@ -242,9 +243,9 @@ def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> Fulle
 
 
 def reason_of(output: str, exit_code: int) -> str:
-    """Return why a run failed: its first error, or else the exit code and the last line that it printed.
+    """Return why a run failed.
 
-    The first error counts because later ones often come from ranks that lost a peer.
+    The reason is the first error in the output. Without an error, it is the exit code and the last line that the run printed.
     """
     if (error := _ERROR.search(output)) is not None:
         return error[1].strip()

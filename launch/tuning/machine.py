@@ -1,9 +1,10 @@
-"""Describe the machine that a layout is chosen for: its nodes, ranks and memory per rank.
+"""Describe the machine that a layout is chosen for.
 
-A user writes it as follows:
+A user writes the machine as follows:
 
-8x80GB     one node with 8 GPUs of 80 GB          64x80GB    8 nodes with 8 such GPUs each
-nothing    this machine: one rank per GPU that nvidia-smi lists; without GPUs, one per core, and the cores share the memory
+    8x80GB     one node with 8 GPUs of 80 GB
+    64x80GB    8 nodes with 8 such GPUs each
+    nothing    this machine, with one rank per GPU, or one rank per core if there are no GPUs
 """
 
 import os
@@ -37,8 +38,8 @@ class Machine:
     """The ranks that a run may have.
 
     Attributes:
-        num_nodes, ranks_per_node: number of nodes, and number of ranks on each node.
-        memory_bytes: memory that a rank may use: its GPU's, or its share of the host's.
+        num_nodes, ranks_per_node: numbers of nodes, and of ranks on each node.
+        memory_bytes: memory that a rank may use, on its GPU or as its share of the host's memory.
         is_gpu: whether each rank has a GPU of its own.
         name: machine name, for messages.
     """
@@ -55,12 +56,15 @@ class Machine:
 
     @property
     def rank(self) -> str:
-        """What messages call the device of one rank: a GPU or a core."""
+        """Return what messages call the device of one rank, a GPU or a core."""
         return "GPU" if self.is_gpu else "core"
 
 
 def gpus(count: int, memory_bytes: int) -> Machine:
-    """Build a machine with `count` GPUs: one node if they are at most GPUS_PER_NODE, else nodes of GPUS_PER_NODE each."""
+    """Build a machine with `count` GPUs.
+
+    The machine has one node if `count` is at most GPUS_PER_NODE, else nodes of GPUS_PER_NODE each.
+    """
     per_node = min(count, GPUS_PER_NODE)
     nodes = f" on {count // per_node:,} nodes of {per_node}" if count > per_node else ""
     name = f"{counted(count, 'GPU')} of {gigabytes(memory_bytes)}{nodes}"
@@ -72,7 +76,7 @@ def written_machine(text: str) -> Machine:
 
     Raises:
         ConfigError: the text has another form, the memory is zero, there are more GPUs than a run may have ranks, or more than
-            GPUS_PER_NODE that do not fill whole nodes.
+            GPUS_PER_NODE GPUs do not fill whole nodes.
     """
     written = _WRITTEN.fullmatch(text)
     count, memory_bytes = (0, 0) if written is None else (int(written["count"]), int(float(written["gigabytes"]) * GB))
@@ -107,7 +111,7 @@ def host_memory_bytes(limit: Path = CGROUP_LIMIT) -> int:
     """Return this machine's memory in bytes, or the container's limit if that is less.
 
     Args:
-        limit: file with the container's limit.
+        limit: file with the container's limit in bytes.
     """
     total = int(psutil.virtual_memory().total)
     text = limit.read_text().strip() if limit.is_file() else "max"

@@ -1,11 +1,13 @@
 """Choose the shape of a model with a requested number of parameters.
 
-family    Llama's: RMSNorm, SwiGLU with an inner width of 8/3 of the hidden size, RoPE, no bias; tied embeddings below 1B
-          parameters, 8 key/value heads from 7B
-shape     hidden size over layers follows GPT-3's table 2.1 (2005.14165), interpolated by the logarithm of the model's size
-size      of all shapes within 5 % of the requested number (with embeddings), the one nearest to GPT-3's ratio is chosen
-heads     32, 64 or 128 dimensions each; their number is even, in larger models a multiple of 4 and then of 8, so that tensor
-          parallelism can divide it
+    family    Llama's: RMSNorm, SwiGLU with an inner width of 8/3 of the hidden size, RoPE, no bias
+              tied embeddings below 1B parameters, 8 key/value heads from 7B
+    shape     hidden size over layers follows GPT-3's table 2.1 (2005.14165), interpolated by the logarithm of the model's size
+    size      within 5 % of the requested number, embeddings included
+    heads     32, 64 or 128 dimensions each
+              an even number of heads, in larger models a multiple of 4 and then of 8, for tensor parallelism
+
+Of all shapes with the right size, the one nearest to GPT-3's ratio is chosen.
 """
 
 import math
@@ -55,7 +57,10 @@ def model_of_size(size: int, vocab_size: int, seq_length: int) -> dict[str, Any]
 
 
 def _shapes(size: int, vocab_size: int, seq_length: int) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
-    """Yield (parameters, layers, hidden size, other fields): for each hidden size, the model nearest to `size` parameters."""
+    """Yield (parameters, layers, hidden size, other fields) for each hidden size.
+
+    For each hidden size, the number of layers is the one that comes nearest to `size` parameters.
+    """
     for width, heads in _widths(size):
         fields: dict[str, Any] = {
             "num_attention_heads": heads,

@@ -1,4 +1,4 @@
-"""Plan a run for a model and a machine, and write its configuration as YAML with the reason for each value.
+"""Plan a run for a model and a machine, and write it as commented YAML.
 
     model, corpus, tokens, machine  ->  recipe (batch, learning rate)  ->  choose_layout  ->  Config  ->  commented YAML
 
@@ -39,13 +39,13 @@ class PlannedRun:
 
     Attributes:
         config: the run's configuration.
-        own_fields: the fields that the model decides, and their values, by section.
+        own_fields: values of the fields that the model decides, by section.
         chosen: layout, with its predicted memory.
         recipe: batch and learning rate before a layout rounded the batch.
         machine: machine that the layout is for.
         num_tokens: requested training tokens.
         corpus_tokens: tokens in the training corpus; None: the run has random tokens.
-        evidence: evidence that the tokenizer is the one that prepared the corpus, in a few words.
+        evidence: evidence that the tokenizer prepared the corpus, in a few words.
     """
 
     config: Config
@@ -69,7 +69,7 @@ class PlannedRun:
 
     @property
     def passes(self) -> float:
-        """Number of times that the run reads its corpus; 0 if it has none."""
+        """Number of times that the run reads its corpus, or 0 without a corpus."""
         return self.num_steps * self.tokens_per_step / self.corpus_tokens if self.corpus_tokens else 0.0
 
 
@@ -86,12 +86,12 @@ def plan_run(
     """Plan a run for a model.
 
     Args:
-        sections: fields that the model decides, by configuration section; `model` is one of them.
+        sections: fields that the model decides, by configuration section; `model` is one of the sections.
         corpus: training corpus; None: random tokens.
         tokenizer: value for `data.tokenizer`; None: the tokenizer that the corpus records.
         evidence: evidence that this tokenizer prepared the corpus, in a few words.
         weights: checkpoint folder to start from; None: the run starts from scratch.
-        num_tokens: training tokens, rounded up to whole steps.
+        num_tokens: training tokens; the run trains on them in whole steps, rounded up.
         machine: machine that the layout is for.
 
     Raises:
@@ -129,7 +129,9 @@ def plan_run(
 
 
 def _with_length(config: Config, machine: Machine) -> Config:
-    """Replace the run's number of tokens by a number of steps, and set warm-up, saves and validations to match.
+    """Replace the run's number of tokens by a number of steps.
+
+    Warm-up, saves and validations are set to match.
 
     Raises:
         ConfigError: the configuration breaks a rule, or a rank would exceed the machine's memory.
@@ -164,7 +166,7 @@ def _split(corpus: IndexedTokens, seq_length: int) -> tuple[float, float, float]
 
 
 def to_commented_yaml(run: PlannedRun, heading: str) -> str:
-    """Format the run's configuration as YAML, with a comment that gives the reason for each value.
+    """Format the run's configuration as YAML, with the reason for each value as a comment.
 
     `load_config` reads the same configuration back.
 
@@ -185,7 +187,11 @@ def to_commented_yaml(run: PlannedRun, heading: str) -> str:
 
 
 def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
-    """Return the sections that corpus, tokens and machine decide: (fields with comments, then the remarks above them)."""
+    """Return the sections that corpus, tokens and machine decide.
+
+    Returns:
+        Each section's (fields with comments, then the remarks above the fields).
+    """
     which = "first in its table that is as large" if run.recipe.is_as_large else "largest in its table"
     sizes = "tp x pp x ep" if run.config.model.has_experts else "tp x pp"
     has_kernels = bool(_dispatch(run)) and "kernels" not in run.own_fields

@@ -1,12 +1,11 @@
-"""Choose batch size and learning rate for a run, from scratch or from a model's weights.
+"""Choose batch size and learning rate for a run.
 
     tokens per step   GPT-3's for the model's size, and at most a thousandth of all tokens
     peak              GPT-3's for the model's size, after a linear warm-up over a hundredth of the steps
     decay             by cosine to a tenth of the peak at the last step
 
-A model uses the first row of GPT-3's table (2005.14165, table 2.1) with at least as many parameters. GPT-3's peak learning rates
-are at or below those of later models, so a model that is trained further forgets less. 2403.08763 trained models further on new
-text, with warm-up and decay once more. The result matched training from scratch on old and new text, if some old text was mixed in.
+A model uses the first row of GPT-3's table (2005.14165, table 2.1) with at least as many parameters. A run that starts from a
+model's weights has warm-up and decay as well, following 2403.08763.
 """
 
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class Gpt3Row:
     Attributes:
         name: name in the paper.
         num_parameters: the model's parameter count.
-        tokens_per_step: the paper's 0.5M, 1M, 2M and 3.2M, in powers of two.
+        tokens_per_step: the paper's batch size in tokens (0.5M to 3.2M), as a power of two.
         lr: peak learning rate.
     """
 
@@ -57,8 +56,8 @@ class TrainingRecipe:
 
     Attributes:
         row: row of GPT3 with the batch and the learning rate.
-        is_as_large: whether the row's model has at least as many parameters; if not, the row is the table's largest.
-        samples_per_step: target global batch; a layout may round it.
+        is_as_large: whether the row's model has at least as many parameters; False: the row is the table's largest.
+        samples_per_step: target for the global batch, which a layout may round.
         lr, min_lr: peak learning rate, and learning rate at the last step.
     """
 
@@ -70,10 +69,10 @@ class TrainingRecipe:
 
 
 def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> TrainingRecipe:
-    """Look up batch size and learning rate for a model and a number of training tokens.
+    """Look up batch size and learning rate for a run.
 
     Args:
-        num_parameters: the model's parameter count; above the table's largest, the largest row is used.
+        num_parameters: the model's parameter count.
         num_tokens: training tokens for the whole run.
         seq_length: tokens per sample.
     """
@@ -87,5 +86,5 @@ def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> TrainingRec
 
 
 def warm_up_steps(num_steps: int) -> int:
-    """Return the number of linear warm-up steps: a hundredth of all steps, at least one."""
+    """Return the number of warm-up steps, a hundredth of all steps and at least one."""
     return -(-num_steps // WARM_UP_SHARE)

@@ -1,7 +1,6 @@
-"""Format `triaxis bench` results as plain text to paste and as JSON, with the machine that they were measured on.
+"""Format `triaxis bench` results as plain text and as JSON, with the machine.
 
-torch is imported only after the runs, to read its version and the GPU's name. A process that has queried a GPU holds memory on it,
-which the runs would lack.
+torch is imported only after the runs, because a process that has queried a GPU holds memory on it.
 """
 
 import os
@@ -38,7 +37,7 @@ class MachineRecord:
         is_gpu: whether the ranks ran on GPUs.
         driver: GPU driver; "none" on a CPU.
         versions: torch, CUDA, NCCL and Python versions by name.
-        commit: the checkout's commit, with "+changes" if files differ from it.
+        commit: the checkout's commit, with "+changes" if files differ from the commit.
     """
 
     device: str
@@ -50,12 +49,12 @@ class MachineRecord:
 
     @property
     def rank(self) -> str:
-        """What a rank is called in the report: a GPU, or a rank on CPUs."""
+        """Return what the report calls a rank, a GPU or a rank on CPUs."""
         return "GPU" if self.is_gpu else "rank"
 
 
 def look_at_machine(*, is_gpu: bool) -> MachineRecord:
-    """Collect the machine's names and versions. With `is_gpu`, this process then holds memory on the GPU."""
+    """Collect the machine's names and versions. With `is_gpu`, this process holds memory on the GPU from now on."""
     import torch
 
     versions = {"torch": str(torch.__version__), "Python": platform.python_version()}
@@ -69,14 +68,14 @@ def look_at_machine(*, is_gpu: bool) -> MachineRecord:
 
 
 def cpu_name(path: Path = CPU_INFO) -> str:
-    """Return the processor's model name from Linux's cpuinfo file at `path`; if it has none, the architecture."""
+    """Return the processor's model name from Linux's cpuinfo file at `path`. If the file has none, return the architecture."""
     lines = path.read_text().splitlines() if path.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
 
 
 def git_commit(root: Path = ROOT) -> str:
-    """Return the checkout's commit, with "+changes" if tracked files differ from it; "no git checkout" if there is none."""
+    """Return the checkout's commit, or "no git checkout". "+changes" is appended if tracked files differ from the commit."""
     commit = _git(root, "rev-parse", "--short=12", "HEAD")
     if commit is None:
         return "no git checkout"
@@ -93,7 +92,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A finished `triaxis bench`: the command, and the results that its report shows.
+    """The command and the results of a finished `triaxis bench`.
 
     Attributes:
         words: command line, including the program's name.
@@ -109,7 +108,7 @@ class Tried:
     outcomes: Sequence[LayoutResult | Failed]
 
     def peak(self, config: Config) -> PeakRate | None:
-        """Return the peak rate to which MFU relates a run's rate; None if it is unknown for this device and dtype."""
+        """Return the peak rate to which MFU relates a run's rate. None: the rate is unknown for this device and dtype."""
         if config.telemetry.peak_tflops is not None:
             return PeakRate(config.telemetry.peak_tflops, "telemetry.peak_tflops")
         if not self.machine.is_gpu:
@@ -119,7 +118,10 @@ class Tried:
 
 
 def to_text(tried: Tried) -> str:
-    """Format the text block: the machine, a row per layout, fastest first, then each failure and its reason."""
+    """Format the text block of the report.
+
+    The block has the machine, a row per layout, fastest first, and the failures with their reasons.
+    """
     measured, failed = rank_outcomes(tried.outcomes)
     lines = list(_named(_asked(tried, measured)))
     if measured:
@@ -133,7 +135,7 @@ def to_text(tried: Tried) -> str:
 
 
 def _named(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
-    """Yield the lines of (name, text) rows, folded at `COLUMNS`; a command stays on one line for pasting."""
+    """Yield the lines of (name, text) rows, folded at `COLUMNS`. A command stays on one line for pasting."""
     for name, text in rows:
         width = len(text) + 1 if name == "command" else COLUMNS - NAME_WIDTH
         first, *rest = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
@@ -207,7 +209,7 @@ def _table(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[str]:
 
 
 def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
-    """Yield a line per layout with the shares of its step time, which add up to 100 %."""
+    """Yield a line per layout with the shares of its step time."""
     yield "time of a step, to 100 %:"
     for place, one in enumerate(measured, start=1):
         shares = "  ".join(
@@ -217,7 +219,10 @@ def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
 
 
 def to_json(tried: Tried) -> dict[str, object]:
-    """Convert a report to a JSON object with the same results; times in seconds, memory in bytes, shares from 0 to 1."""
+    """Convert a report to a JSON object with the same results.
+
+    Times are in seconds, memory in bytes, and shares from 0 to 1.
+    """
     measured, failed = rank_outcomes(tried.outcomes)
     peak = tried.peak(measured[0].config) if measured else None
     return {

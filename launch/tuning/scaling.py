@@ -1,4 +1,6 @@
-"""Compute how much faster more ranks train the same global batch, and which parts of a step lose the rest of the ideal.
+"""Compute how much faster more ranks train the same global batch.
+
+The loss against the ideal is divided among the parts of a step.
 
 Let T(n) be the seconds per step on n ranks, t(n) the seconds of one part of that step, and m the fewest ranks that were measured.
 
@@ -6,8 +8,7 @@ Let T(n) be the seconds per step on n ranks, t(n) the seconds of one part of tha
     efficiency         E(n) = S(n) m / n             the loss is 1 - E(n)
     loss to a part     (t(n) - t(m) m / n) / T(n)    the losses to all parts add up to 1 - E(n)
 
-A part that lasts as long on more ranks, such as an update that every replica repeats, loses most. A negative loss means that more
-ranks shortened the part by more than their ratio.
+A negative loss means that more ranks shortened the part by more than n / m.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,13 +29,13 @@ BAR, GAP, HEIGHT, LEFT, TOP = 56, 44, 220, 60, 70
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Results with one number of ranks, compared with the fewest.
+    """Results with one number of ranks, compared with the fewest ranks.
 
     Attributes:
         tokens_per_second: tokens per second over all ranks.
         speed_up: speed-up over the fewest ranks.
         efficiency: share of the ideal speed-up; 1 for the fewest ranks.
-        lost: share of a step that is lost to each part; with the efficiency these add up to 1.
+        lost: share of a step that is lost to each part; with the efficiency, the shares add up to 1.
     """
 
     num_ranks: int
@@ -61,7 +62,7 @@ def scaling_of(measured: Sequence[LayoutResult]) -> list[Scaling]:
 
 
 def scaling_text(rows: Sequence[Scaling]) -> str:
-    """Format a table with a line per number of ranks, and a line that explains its columns."""
+    """Format a table with a line per number of ranks. The last line explains the columns."""
     cells = [("ranks", "tokens/s", "speed-up", "efficiency", "lost to")]
     cells += [
         (
@@ -95,7 +96,9 @@ def _largest(row: Scaling) -> Iterator[tuple[str, float]]:
 
 
 def draw_scaling(rows: Sequence[Scaling], title: str, path: Path) -> None:
-    """Draw a bar per number of ranks that stacks its efficiency and losses, with the speed-up above the bar.
+    """Draw a bar per number of ranks, stacked from efficiency and losses.
+
+    The speed-up is printed above the bar.
 
     Raises:
         TriaxisError: `path` does not end in .svg, or cannot be written.

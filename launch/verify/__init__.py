@@ -1,1 +1,4 @@
-"""Check that a layout trains the same model as one process, and name the first thing that differs if it does not."""
+"""Checks that a layout trains the same model as one process.
+
+The first difference is named.
+"""

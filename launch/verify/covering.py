@@ -1,8 +1,7 @@
-"""Choose a few configurations so that every two features occur together in at least one of them.
+"""Choose few configurations in which every two features occur together at least once.
 
-Composition bugs depend on two features together far more often than on three. So the rows form a greedy covering array: each legal
-pair of choices occurs in at least one row. The number of rows grows with the square of the largest number of choices per feature,
-not with the product over all features.
+Composition bugs depend on two features far more often than on three. So the rows form a greedy covering array, in which each legal
+pair of choices occurs.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,11 +17,11 @@ def covering_rows(features: Mapping[str, Sequence[Hashable]], is_legal: Callable
     """Choose rows that cover every pair of choices found in any legal row.
 
     Args:
-        features: each feature's choices; among rows that cover equally many new pairs, earlier choices win.
+        features: choices of each feature. Among rows that cover equally many new pairs, earlier choices win.
         is_legal: whether a row can be run.
 
     Returns:
-        At most as many rows as there are pairs. The result depends on the arguments alone.
+        At most as many rows as there are pairs.
     """
     names = list(features)
     legal = [row for values in product(*features.values()) if is_legal(row := dict(zip(names, values, strict=True)))]

@@ -1,4 +1,7 @@
-"""`triaxis verify --matrix`: choose layouts, schedules and models so that every two features occur together in one trial."""
+"""Choose layouts, schedules and models for `triaxis verify --matrix`.
+
+Every two features occur together in at least one trial.
+"""
 
 import os
 import tempfile
@@ -110,7 +113,7 @@ def matrix(
     """Build a matrix's trials, each with its row of features.
 
     Args:
-        path, overrides: config and overrides of the model whose layout is varied; if `path` is None, all `FAMILIES` are used.
+        path, overrides: model whose layout is varied. If `path` is None, all `FAMILIES` are used.
         most_ranks: largest number of ranks in a layout.
 
     Raises:
@@ -191,7 +194,7 @@ def matrix(
 
 
 def _overrides(row: Row) -> list[str]:
-    """Write a row as overrides. The step has 2 x pp microbatches if vpp needs a multiple of pp, and one more if vpp is 1."""
+    """Write a row as overrides. The step has 2 x pp + 1 microbatches if vpp is 1, else 2 x pp."""
     micro, dp, pp = (int(str(row[name])) for name in ("micro batch", "dp", "pp"))
     num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
     way = WAYS_OF_EXPERTS[str(row["experts"])]

@@ -1,12 +1,13 @@
-"""Run the steps that a verification compares: one process writes whole tensors, a layout's ranks compare their parts with them.
+"""Run the training steps that a verification compares.
+
+One process, the reference, writes whole tensors. A layout's ranks compare their parts with these tensors.
 
     reference.step_00.safetensors      first step: weights before the step, gradients, masters, moments and parameters
-    reference.step_01.safetensors      the same without the first weights
+    reference.step_01.safetensors      the same without the weights before the step
     ...
 
-Keys in these files are `kind:name`. Weights start away from their usual initial values: norms are not one, biases not zero.
-Otherwise an error in a term that starts at zero would go unnoticed. Gradients are read from the owned parts of the reduced main
-grads, where the optimizer reads them.
+Keys in these files are `kind:name`. Weights start away from their usual initial values, so that no term starts at zero and hides an
+error. Gradients are read from the main grads after their reduction, as the optimizer reads them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,14 +36,14 @@ NOISE_STD = 0.1
 
 
 class Notebook(Protocol):
-    """A receiver for every tensor in every step, part by part."""
+    """A receiver for every tensor in every step."""
 
     def tensor(self, step: int, kind: TensorKind, part: "HeldElements") -> None: ...
     def step_done(self, step: int) -> None: ...
 
 
 class HeldElements:
-    """Elements [start, stop) of this rank's part of one parameter; the part is a box, flattened in row-major order."""
+    """Elements [start, stop) of this rank's part of one parameter. The part is a box, flattened in row-major order."""
 
     __slots__ = ("record", "start", "values")
 
@@ -52,7 +53,10 @@ class HeldElements:
 
 @torch.no_grad()
 def leave_the_initial_point(engine: Engine, seed: int) -> None:
-    """Add noise to every parameter, the same in every layout, and copy the result to the masters; `seed` is `train.seed`."""
+    """Add noise to every parameter, and copy the result to the masters.
+
+    The noise is the same in every layout. `seed` is `train.seed`.
+    """
 
     def add_noise(parameters: Iterable[ShardedParameter]) -> None:
         for parameter in parameters:
@@ -72,7 +76,10 @@ def _masters_follow(engine: Engine) -> None:
 
 @torch.no_grad()
 def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
-    """Give every parameter and master the weights that a run in `dtype` has after `leave_the_initial_point`."""
+    """Set every parameter and master to `starting_values` in `dtype`.
+
+    So a run in another dtype starts from the same rounded weights as a run in `dtype`.
+    """
 
     def round_to(parameters: Iterable[ShardedParameter]) -> None:
         for parameter in parameters:
@@ -84,13 +91,19 @@ def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Compute, without an engine, a parameter's values after `leave_the_initial_point`: the record's box, flat, on the CPU."""
+    """Compute a parameter's values after `leave_the_initial_point`, without an engine.
+
+    The result is the record's box, flat, on the CPU.
+    """
     dtype = dtype if record.spec.is_trained else accumulation_dtype(dtype)
     return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
 
 
 def _noise(record: ParamRecord, seed: int) -> torch.Tensor:
-    """Draw noise with a seed other than the initial values'; with the same seed it would be a multiple of them."""
+    """Draw a parameter's noise, with a seed other than that of the initial values.
+
+    With the same seed, the noise would be a multiple of the initial values.
+    """
     noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
     return initial_box(noisy, seed + 1)
 
@@ -105,14 +118,14 @@ def run_steps(
     *,
     may_diverge: bool,
 ) -> list[StepFacts]:
-    """Train on the given global batches; pass every tensor in every step to the notebook.
+    """Train on the given global batches, and pass every tensor to the notebook.
 
     Args:
         engine: engine before its first step.
         steps: this rank's microbatches, step by step.
         watch: context that is open during the first forward and backward.
         begin_step: called with each step's number, from 0, before the step.
-        may_diverge: continue after a loss or gradient that is not finite, so that a layout's report shows where it occurred.
+        may_diverge: continue after a loss or gradient that is not finite.
 
     Raises:
         DivergenceError: on every rank, if a number is not finite and `may_diverge` is False, if fp16 overflows, or if experts have
@@ -173,7 +186,7 @@ def reference_file(folder: Path, step: int) -> Path:
 
 
 class Writing:
-    """The notebook of the reference, one process: it writes whole tensors, one file per step."""
+    """The reference's notebook, which writes whole tensors to one file per step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -193,7 +206,7 @@ class Writing:
 
 
 class Comparing:
-    """The notebook of a layout's rank: it compares the rank's elements with the same elements in the reference."""
+    """The notebook of a layout's rank, which compares the rank's elements with the reference's."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,12 +1,11 @@
-"""`triaxis verify --oracle`: compare our layouts with another library's model, which is trained in its own process.
+"""Compare our layouts with another library's model, for `triaxis verify --oracle`.
+
+The other library's model, the oracle, is trained in its own process.
 
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 
-All of them train on a small corpus (`launch/verify/oracles/corpus.py`). The oracle cuts it into samples and counts labels with
-code of its own.
-
-The oracle writes the same files as the reference of an ordinary verification, so ranks and judge work unchanged. Our one process
-is compared first. If it differs from the oracle, the model itself differs, and no layout is to blame.
+All train on the small corpus in `launch/verify/oracles/corpus.py`. Our one process is compared first. If our one process differs
+from the oracle, no layout is to blame.
 """
 
 import json
@@ -82,8 +81,8 @@ class OracleTrial:
 
     Attributes:
         oracle: one of `ORACLES`, or a function as SOURCE:NAME.
-        version: version of the oracle's package; for a function, the start of its sources' digest.
-        trials: our one process, then layouts; model, batch and optimizer are the same in all.
+        version: version of the oracle's package. For a function: the first digits of its source digest.
+        trials: our one process, then the layouts. All have the same model, batch and optimizer.
     """
 
     oracle: str
@@ -96,7 +95,7 @@ class OracleTrial:
 
 
 def is_own(oracle: str) -> bool:
-    """Whether an oracle is a user's function, SOURCE:NAME; otherwise it is a library's model."""
+    """Whether an oracle is a user's function, written as SOURCE:NAME."""
     return ":" in oracle
 
 
@@ -114,10 +113,11 @@ def oracle_trial(
 
     Args:
         oracle: one of `ORACLES`.
-        layout: overrides for `parallel`; None: compare all `LAYOUTS`.
+        layout: overrides for `parallel`; None: all `LAYOUTS` are compared.
 
     Raises:
-        ConfigError: the oracle's package is missing or has another version, it cannot express the model, or the config is wrong.
+        ConfigError: the oracle's package is missing or has another version, the oracle cannot express the model, or the config is
+            wrong.
     """
     if dtype not in DTYPES:
         why = f"each model rounds to {dtype} in places of its own, and a difference of that size would be no bug"
@@ -141,7 +141,10 @@ def oracle_trial(
 
 
 def _largest(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Build overrides for a layout with the largest sizes in `LAYOUTS`; a small model that fits it fits all of them."""
+    """Build overrides for a layout with the largest sizes in `LAYOUTS`.
+
+    A small model that fits this layout fits all of them.
+    """
     # The config's own layout is not run, so the model need not fit it.
     model = load_config(path, (*overrides, *_words(ONE_PROCESS)), os.environ).model
     stages = _listed_stages(model, _LARGEST["pp"] * _LARGEST["vpp"])
@@ -166,18 +169,23 @@ def _layouts(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _ways(model: ModelConfig) -> int:
-    """Choose ep for layouts with dp: 2 if the number of experts is even, else 1."""
+    """Return ep for layouts with dp, 2 for an even number of experts, else 1."""
     return 1 if model.moe is None or model.moe.num_experts % 2 else 2
 
 
 def _listed_stages(model: ModelConfig, num_stages: int) -> list[int] | None:
-    """If there are fewer layers than stages, list the layers per stage: 1 in the first stages, 0 in the last. Else return None."""
+    """List the layers per stage if there are fewer layers than stages, else return None.
+
+    The first stages have 1 layer each, and the last have 0.
+    """
     num_layers = model.num_layers
     return None if num_layers >= num_stages else [1] * num_layers + [0] * (num_stages - num_layers)
 
 
 def installed_version(oracle: str) -> str:
-    """Look up the version of an oracle's package; for a user's function, the first 8 digits of its sources' digest.
+    """Look up the version of an oracle's package.
+
+    For a user's function, return the first 8 digits of its source digest.
 
     Raises:
         ConfigError: the package is missing, its version is not supported here, or a user's function cannot be read.
@@ -279,9 +287,9 @@ def _documents_of_megatron(config: Config) -> Iterator[str]:
 
 
 def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
-    """Run the oracle, then the trials in order; yield each verdict as soon as it is known.
+    """Run the oracle and the trials in order, and yield each verdict.
 
-    If our one process differs, its verdict is the last, since all layouts would differ in the same way.
+    If our one process differs from the oracle, no layout is run.
 
     Raises:
         VerificationError: a run failed.
@@ -304,13 +312,13 @@ def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
 
 
 def verdict_against(asked: OracleTrial, one: Trial, folder: Path) -> Verdict:
-    """Judge the files in `folder`, written by the oracle and by this trial's ranks."""
+    """Judge the files that the oracle and this trial's ranks wrote to `folder`."""
     verdict = judge(evidence(one.config, folder), one.tolerance)
     return replace(verdict, cause=_cause(asked, one, verdict))
 
 
 def show_oracle_plan(asked: OracleTrial) -> None:
-    """Print how every run would be started; start nothing."""
+    """Print how every run would be started, and start nothing."""
     with tempfile.TemporaryDirectory(prefix="triaxis-oracle-") as name:
         folder = Path(name)
         variables = [f"{name}={shlex.quote(value)}" for name, value in import_variables(os.environ).items()]
@@ -328,11 +336,11 @@ def _oracle_command(path: Path) -> list[str]:
 
 
 def run_oracle(oracle: str, config: Config, folder: Path) -> int:
-    """Run the oracle in its own process, because its code has globals and needs patches; return the exit code.
+    """Run the oracle in its own process, and return the exit code.
 
     Args:
         config: configuration for one process.
-        folder: folder with the corpus; the reference's files are written there.
+        folder: folder with the corpus, to which the oracle writes its files.
     """
     place = folder / "oracle"
     place.mkdir()
@@ -348,8 +356,7 @@ def run_oracle(oracle: str, config: Config, folder: Path) -> int:
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
     """Describe why a trial differs from an oracle.
 
-    The judge's own cause is returned if a layout differs and its first difference is not in samples, outputs or loss. In all other
-    cases the cause is found here, because the judge's guess needs a layout and all outputs.
+    The judge's own cause is returned if a layout differs, but not first in samples, outputs or loss.
     """
     if verdict.equal:
         return None

@@ -1,4 +1,7 @@
-"""Run one rank of `triaxis verify`: a few steps from a fixed start, recorded by the reference, compared by a layout's ranks."""
+"""Run one rank of `triaxis verify` for a few steps from a fixed start.
+
+The reference records its tensors. A layout's ranks compare their own tensors with the recorded ones.
+"""
 
 import json
 import math
@@ -77,12 +80,12 @@ def observe(
 
     Args:
         topology: this rank's topology.
-        config: configuration with the layout; for the reference, one process.
-        folder: folder shared by all ranks; holds the reference's files unless this is the reference.
+        config: configuration with the layout. For the reference: the same in one process.
+        folder: folder shared by all ranks. The reference writes its files there, and a layout's ranks read them.
         is_reference: True: write whole tensors; False: compare this rank's parts with them.
-        sites: names of the sites whose outputs are compared; None: all.
-        noise_of: None, except in the run that measures a reference's rounding in a wider dtype; then the reference's dtype, to
-            which the first weights are rounded.
+        sites: sites whose outputs are compared; None: all.
+        noise_of: dtype to which the first weights are rounded, in the run that measures the reference's rounding; None in all other
+            runs.
     """
     engine = build(config, topology, build_chunks)
     if noise_of is None:
@@ -134,10 +137,9 @@ def report_path(folder: Path, rank: int) -> Path:
 
 
 def checksums(microbatch: MicroBatch) -> list[Sample]:
-    """Return each sample's id in a microbatch with a checksum over the sample's contents.
+    """Return each sample's id in a microbatch, with a checksum over the sample's contents.
 
-    It is the sum of one checksum per token, over the token, its label, mask, position and document. So the checksums of the parts
-    that context-parallel ranks hold add up to the whole sample's.
+    A checksum is a sum over tokens. So context-parallel ranks can add up the checksums of their parts.
     """
     mask = microbatch.loss_mask
     counted = mask if mask.dtype is torch.bool else mask.view(torch.int32)  # weights are compared by their bits
@@ -151,7 +153,7 @@ def checksums(microbatch: MicroBatch) -> list[Sample]:
 
 
 def _samples_of(step: Sequence[MicroBatch], topology: Topology) -> tuple[Sample, ...]:
-    """List the samples that this rank reads in a step, with checksums summed over the cp ranks."""
+    """List the samples that this rank reads in a step. Their checksums are summed over the cp ranks."""
     mine = [sample for microbatch in step for sample in checksums(microbatch)]
     sums = torch.tensor([checksum for _, checksum in mine], device=topology.device)
     whole = topology.axis("cp").all_reduce(sums, "samples").wait().tolist()
@@ -159,7 +161,7 @@ def _samples_of(step: Sequence[MicroBatch], topology: Topology) -> tuple[Sample,
 
 
 def batches_of_steps(config: Config, topology: Topology) -> list[list[MicroBatch]]:
-    """Read this rank's microbatches for all steps; some labels are masked, so that microbatches have unequal label counts."""
+    """Read this rank's microbatches for all steps. Some labels are masked, so that microbatches have unequal label counts."""
     with closing(open_batches(config, topology, masked_samples(config))) as batches:
         return [batches.next_step() for _ in range(config.train.steps or 1)]
 
@@ -172,7 +174,7 @@ def _sites(
     steps: Sequence[Sequence[MicroBatch]],
     wanted_sites: Sequence[str] | None,
 ) -> list[SiteReport]:
-    """Compare this rank's outputs with the reference's for the same tokens; a missing output counts as an infinite error."""
+    """Compare this rank's outputs with the reference's for the same tokens. A missing output counts as an infinite error."""
     tp, cp = topology.axis("tp"), topology.axis("cp")
     places = {
         str(sample): microbatch.part.positions[row].cpu()

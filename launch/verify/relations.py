@@ -1,6 +1,6 @@
 """Evaluate the relations between model sizes and layout sizes on which layout bugs depend.
 
-`launch/verify/shrink.py` guarantees that each relation has the same value in the small configuration as in the original.
+`launch/verify/shrink.py` keeps each relation's value.
 """
 
 import math
@@ -25,7 +25,7 @@ MOST_PIECES = 3
 
 
 def relations(config: Config) -> dict[str, object]:
-    """Evaluate every relation, by name; an open `parallel.dp` counts as 1."""
+    """Evaluate every relation, by name. An open `parallel.dp` counts as 1."""
     return {name: value(config) for name, value in RELATIONS.items()}
 
 
@@ -41,7 +41,7 @@ def rows_of_ranks(vocab_size: int, padded_size: int, tp: int) -> tuple[str, ...]
 def stage_relations(
     num_layers: int, *, recomputed: str, layers_per_group: int, num_offloaded: int
 ) -> tuple[object, ...]:
-    """Relate one stage's layers to the layers that are recomputed together and to those that are offloaded.
+    """Relate one stage's layers to recomputed groups and to offloaded layers.
 
     Args:
         recomputed: `uniform` or `block` if whole layers are recomputed, else "".
@@ -62,7 +62,10 @@ def stage_relations(
 
 
 def full_recompute_method(config: Config) -> str:
-    """The method that recomputes whole layers, `uniform` or `block`; "" if whole layers are not recomputed."""
+    """Return the method that recomputes whole layers, `uniform` or `block`.
+
+    The result is "" if whole layers are not recomputed.
+    """
     return config.recompute.method if config.recompute.granularity == "full" else ""
 
 
@@ -80,10 +83,10 @@ def num_microbatches(config: Config) -> int:
 def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
     """Count the blocks that a context-parallel rank holds of one row.
 
-    The result is 1 if keys are not gathered, because the rank then holds whole rows or one contiguous run of each.
+    The result is 1 if keys are not gathered.
 
     Args:
-        config: the run's configuration; a row has several documents if attention is within documents.
+        config: the run's configuration.
         seq_length: length to use instead of the model's.
     """
     cp, length = config.parallel.cp, seq_length or config.model.seq_length
@@ -105,9 +108,10 @@ def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
 
 
 def head_pieces(num_tokens: int, tokens_at_a_time: int | None) -> tuple[int, bool] | None:
-    """Count the pieces that the output head cuts a microbatch into, up to `MOST_PIECES`; tell whether the last one is smaller.
+    """Count the pieces that the output head cuts a microbatch into, up to `MOST_PIECES`.
 
-    None: the head is not cut.
+    Returns:
+        (number of pieces, whether the last piece is smaller). None: the head is not cut.
     """
     if tokens_at_a_time is None:
         return None
@@ -138,7 +142,7 @@ def _layers_of_stages(config: Config) -> list[tuple[object, ...]]:
 
 
 def _kinds_of_layers(config: Config) -> list[tuple[object, ...]]:
-    """List each kind of layer's window, sinks, experts and rotation, in order of first appearance."""
+    """List the window, sinks, experts and rotation of each kind of layer."""
     length = config.model.seq_length
     return [
         (

@@ -1,14 +1,14 @@
-"""Record the experts that tokens choose in the reference, and compare the choices on each rank of a layout with them.
+"""Record the reference's expert choices, and count the choices that differ in a layout.
 
-    reference.routing.safetensors      `step|layer|sample`: the sorted experts of each token, int32 [s, k]
-                                       `step|counted layer|sample`: the experts that the sequence loss counts, if others
-    digest of a layer                  sum over its tokens of hash(sample, position, layer, experts), modulo 2^64
+    reference.routing.safetensors
+        `step|layer|sample`            sorted experts of each token, int32 [s, k]
+        `step|counted layer|sample`    experts that the sequence loss counts, if these are others
+    digest of a layer                  sum over tokens of hash(sample, position, layer, experts), modulo 2^64
 
-Each token is routed on exactly one rank. So the ranks' digests add up to the reference's, wherever tokens and experts are.
+Each token is routed on one rank. So the ranks' digests add up to the reference's digest.
 
-In float64 every choice must equal the reference's. In a narrower dtype two nearly equal scores may swap their order, and all later
-layers then compute another function. So each rank counts the choices it would have made differently and continues with the
-reference's choices. Everything after the router is compared as in a dense model.
+In float64 every choice must equal the reference's. In a narrower dtype, rounding may swap two nearly equal scores, and all later
+layers then differ. So each rank counts its own differing choices, and continues with the reference's choices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,12 +29,14 @@ REFERENCE_ROUTING = "reference.routing.safetensors"
 
 
 class Routings:
-    """A recorder of the expert choices in this rank's layers; its user sets `step`, from 0, before each step.
+    """A recorder of the expert choices in this rank's layers.
+
+    The caller sets `step`, from 0, before each step.
 
     Args:
         chunks: the rank's model chunks; their expert layers are recorded from now on.
-        folder: folder with the reference's choices; None: this is the reference, which records every token.
-        imposed: replace each choice by the reference's, after it is counted.
+        folder: folder with the reference's choices; None: this is the reference.
+        imposed: whether each choice is replaced by the reference's, after it is counted.
     """
 
     def __init__(self, chunks: Sequence[Any], folder: Path | None, *, imposed: bool) -> None:
@@ -70,7 +72,10 @@ class Routings:
         def known(
             keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor, *, of: str
         ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-            """Yield (sample, positions, experts, the reference's experts) per sample; the reference also records its experts."""
+            """Yield (sample, positions, experts, the reference's experts) per sample.
+
+            The reference also records its own choices here.
+            """
             num_samples = shape[1]
             positions = moe.positions(keys, shape, scores).view(-1, num_samples).cpu()
             by_sample = experts.cpu().view(len(positions), num_samples, -1)
@@ -103,7 +108,10 @@ class Routings:
         moe.counted = counted  # type: ignore[method-assign]
 
     def _wanted(self, name: str, positions: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Look up the reference's experts for a sample's tokens, int64 [n, k]; if it has none, return `experts` itself."""
+        """Look up the reference's experts for a sample's tokens, int64 [n, k].
+
+        Return `experts` itself if nothing is recorded.
+        """
         if self._known is None or name not in self._names:
             return experts
         return self._known.get_tensor(name)[positions].long()
@@ -121,7 +129,7 @@ class Routings:
 
 
 def routing_digest(layer: int, sample: int, positions: torch.Tensor, experts: torch.Tensor) -> int:
-    """Sum the hashes of a sample's tokens, at `positions` int64 [n], with `experts` int64 [n, k] in any order."""
+    """Sum the hashes of a sample's tokens. `positions` is int64 [n]. `experts` is int64 [n, k], in any order."""
     words = mix_words_(positions * GOLDEN + key64(f"{layer}/{sample}"))
     for chosen in experts.sort().values.unbind(1):
         words = mix_words_((words ^ (chosen + 1)) * GOLDEN)

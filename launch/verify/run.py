@@ -1,4 +1,4 @@
-"""Verify a layout: run one process, then the layout, and compare the files that both write."""
+"""Run one process and a layout, and compare the files that both write."""
 
 import json
 import os
@@ -51,7 +51,7 @@ WORKER = "triaxis.launch.verify.rank"
 
 
 class VerificationError(Exception):
-    """A failed run; `exit_code` is the run's exit code."""
+    """A run of a verification failed with `exit_code`."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"a run ended with exit code {exit_code}")
@@ -59,7 +59,9 @@ class VerificationError(Exception):
 
 
 def verify_layout(asked: Trial) -> Verdict:
-    """Run the reference and the layout, and compare them; if they differ, run sub-layouts to find the responsible axis.
+    """Run the reference and the layout, and compare them.
+
+    If they differ, sub-layouts are run to find the responsible axis.
 
     Raises:
         VerificationError: a run failed.
@@ -83,7 +85,7 @@ def verify_layout(asked: Trial) -> Verdict:
 
 
 def show_plan(asked: Trial) -> None:
-    """Print how both runs would be started; start nothing."""
+    """Print how both runs would be started, and start nothing."""
     with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
         folder = Path(name)
         for number, (config, job) in enumerate(_runs(asked, folder)):
@@ -91,7 +93,7 @@ def show_plan(asked: Trial) -> None:
 
 
 def _runs(asked: Trial, folder: Path) -> Iterator[tuple[Config, dict[str, object]]]:
-    """Yield (configuration, job) for the reference, for the rounding measurement if there is one, and for the layout."""
+    """Yield (configuration, job) for each run of a verification."""
     yield asked.reference, layout_job(folder) | {"is_reference": True}
     if asked.noise is not None:
         yield asked.noise, layout_job(folder) | {"noise_of": asked.reference.precision.dtype}
@@ -104,12 +106,12 @@ def layout_job(folder: Path) -> dict[str, object]:
 
 
 def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_run: bool = False) -> int:
-    """Run `launch/verify/rank.py` on every rank; return the exit code.
+    """Run `launch/verify/rank.py` on every rank, and return the exit code.
 
     Args:
         place: new folder for the configuration and the job.
         job: job that `launch/verify/rank.py` reads.
-        dry_run: print how they would be started; start nothing.
+        dry_run: print the commands and start nothing.
     """
     place.mkdir()
     path = place / "verify.yaml"
@@ -122,10 +124,7 @@ def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_r
 
 @contextmanager
 def without_layout_variables() -> Iterator[None]:
-    """Hide TP, PP and similar variables inside the block.
-
-    The command has read them already, and the runs that it starts differ from them on purpose.
-    """
+    """Hide TP, PP and similar variables inside the block, whose runs have other layouts."""
     kept = {name: os.environ.pop(name) for name in ENVIRONMENT if name in os.environ}
     try:
         yield
@@ -134,7 +133,7 @@ def without_layout_variables() -> Iterator[None]:
 
 
 def evidence(config: Config, folder: Path) -> Evidence:
-    """Read the reference's and the ranks' files in `folder`; add which ranks replicate and sum each parameter in the layout."""
+    """Collect the evidence for a layout from the files in `folder`."""
     num_steps = config.train.steps
     steps = json.loads((folder / REFERENCE_STEPS).read_text())[:num_steps]
     samples, noise = folder / REFERENCE_SAMPLES, folder / NOISE_REPORT
@@ -151,14 +150,17 @@ def evidence(config: Config, folder: Path) -> Evidence:
 
 
 def routings_of(folder: Path, num_steps: int | None) -> tuple[RoutingReport, ...]:
-    """Read the reference's expert choices for the first `num_steps` steps; empty if it has not written them."""
+    """Read the reference's expert choices for the first `num_steps` steps.
+
+    The result is empty if the reference has not written them.
+    """
     path = folder / REFERENCE_DIGESTS
     found = [RoutingReport(**one) for one in json.loads(path.read_text())] if path.exists() else []
     return tuple(one for one in found if num_steps is None or one.step < num_steps)
 
 
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
-    """List every parameter in the model in forward order: its replicas, sums, decay and first stage in the layout."""
+    """List the facts about each parameter in the layout, in forward order."""
     parallel = config.parallel
     first_stage: dict[str, int] = {}
     for number, stage in enumerate(stages_of(config)):

@@ -1,4 +1,4 @@
-"""Training data for a verification: random tokens, or the corpus that is compared with an oracle."""
+"""Provide a verification's training data, from random tokens or from a corpus."""
 
 from triaxis.engine.config.model import LARGEST_VOCABULARY
 from triaxis.engine.config.tree import Config
@@ -34,7 +34,10 @@ def masked_samples(config: Config) -> SampleSource:
 
 
 class MaskedSamples:
-    """Samples whose tokens come from `tokens`, modulo `num_ids`; a label counts only if it counts in `tokens` and in `masks`."""
+    """Samples whose tokens come from `tokens`, modulo `num_ids`.
+
+    A label counts only if it counts in `tokens` and in `masks`.
+    """
 
     def __init__(self, tokens: SampleSource, masks: SampleSource, num_ids: int) -> None:
         self._tokens, self._masks, self._num_ids = tokens, masks, num_ids

@@ -1,7 +1,7 @@
-"""Shrink a configuration to a small one of the same kind, cheap enough for float64 on a laptop.
+"""Shrink a configuration to a small one of the same kind.
 
-Layout bugs come from relations between sizes, not from the sizes themselves: whether heads outnumber ranks, whether stages are
-even, which ranks hold vocabulary padding. Every relation in `launch/verify/relations.py` is kept; everything else becomes small.
+Layout bugs depend on relations between sizes, such as whether heads outnumber ranks. Every relation in `launch/verify/relations.py`
+is kept. Everything else becomes small, so that a laptop can run it in float64.
 """
 
 import math
@@ -53,10 +53,9 @@ Relation = tuple[object, ...]
 
 
 def shrink(config: Config) -> dict[str, dict[str, Any]]:
-    """Compute the changes to a configuration, as sections with new values; an open `parallel.dp` counts as 1.
+    """Compute the changes to a configuration, as sections with new values.
 
-    The ranks on every axis, vpp, the schedule and every relation in `launch/verify/relations.py` are kept. Buckets and offloaded
-    tensors are always small, so that there are several.
+    All parallel sizes, the schedule and every relation in `launch/verify/relations.py` are kept. An open `parallel.dp` counts as 1.
     """
     kept, per_group, num_offloaded = _layers(config)
     layers = [layer for stage in kept for layer in stage]
@@ -111,7 +110,10 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _block(config: Config) -> int | None:
-    """How many numbers share an FP8 scale; every size must be a multiple of this. None: no scales are shared, sizes are free."""
+    """Return how many numbers share an FP8 scale.
+
+    Every size must be a multiple of this number. None: no scales are shared, and sizes are free.
+    """
     return None if config.precision.fp8 is None else BLOCKS.get(config.precision.fp8.recipe)
 
 
@@ -150,7 +152,10 @@ def _heads(config: Config) -> dict[str, Any]:
 
 
 def _latents(model: ModelConfig) -> dict[str, Any] | None:
-    """Choose small sizes for the latents and for the parts of a head; values are as wide as keys only if `model` has it so."""
+    """Choose small sizes for the latents and for the parts of a head.
+
+    Values are as wide as keys only if the same holds in `model`.
+    """
     if model.mla is None:
         return None
     return {
@@ -163,9 +168,9 @@ def _latents(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
-    """Choose how many key/value heads a rank has: one or two, times cp if cp exchanges heads.
+    """Choose how many key/value heads a rank has.
 
-    If keys are gathered in pieces that differ in size, there are enough heads for that.
+    The result is one or two, times cp if cp exchanges heads. Pieces that differ in size need more heads.
     """
     pieces = heads_of_pieces(kv_heads)
     if gathers_keys(config) and pieces[0] != pieces[-1]:
@@ -175,7 +180,7 @@ def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
 
 
 def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
-    """Choose a vocabulary that gives every rank equally many rows, with padding on the same ranks as before."""
+    """Choose a small vocabulary with padding on the same ranks as before."""
     kinds = rows_of_ranks(model.vocab_size, model.padded_vocab_size, tp)
     per_rank = max(ROWS_PER_RANK, -(-ROWS // tp))
     partly = (per_rank - PADDING) * kinds.count("partly padding")
@@ -183,7 +188,7 @@ def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
 
 
 def _seq_length(config: Config) -> int:
-    """Choose a sequence length with several tokens per rank; without cp, an odd length stays odd, so it has no equal halves."""
+    """Choose a sequence length with several tokens per rank. An odd length stays odd if cp is 1."""
     length, tp, cp = config.model.seq_length, config.parallel.tp, config.parallel.cp
     least, block = max(LEAST_SEQ_LENGTH, 2 * tp), _block(config)
     if block is not None:
@@ -234,7 +239,10 @@ def _layers(config: Config) -> tuple[list[list[int]], int, int]:
 def _even_sizes(
     wanted: Sequence[Relation], related: Callable[[int], Relation], candidates: Sequence[int]
 ) -> list[int] | None:
-    """Find the smallest stage sizes, consecutive integers, that have the wanted relations; None: there are none."""
+    """Find the smallest stage sizes, consecutive integers, that have the wanted relations.
+
+    None: no such sizes exist among the candidates.
+    """
     for least in candidates:
         sizes = [least + place for place in range(len(wanted))]
         if [related(size) for size in sizes] == list(wanted):
@@ -247,7 +255,8 @@ def _listed_sizes(
 ) -> list[int] | None:
     """Find the smallest growing stage sizes that have the wanted relations.
 
-    Each size exceeds the previous one by at least its entry in `more`, and by at least 1. For each, `most` candidates are tried.
+    Each size exceeds the previous one by at least its entry in `more`, and by at least 1. For each stage size, `most` candidates
+    are tried.
     """
     sizes: list[int] = []
     for relation, least in zip(wanted, more, strict=True):
@@ -260,7 +269,10 @@ def _listed_sizes(
 
 
 def _batch(config: Config, dp: int) -> dict[str, Any]:
-    """Choose batch sizes for at most three whole pipeline rounds and the original remainder; a schedule file's number is kept."""
+    """Choose batch sizes for at most three whole pipeline rounds and the original remainder.
+
+    A schedule file's number of microbatches is kept.
+    """
     pp, microbatches = config.parallel.pp, num_microbatches(config)
     if microbatches > MOST_ROUNDS * pp and config.schedule.file is None:
         microbatches = MOST_ROUNDS * pp + microbatches % pp

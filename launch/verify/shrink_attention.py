@@ -1,8 +1,11 @@
 """Choose the attention settings of a smaller model of the same kind.
 
-Four properties are kept for each kind of layer: whether its window is shorter than the samples; whether only part of a head
-rotates; the rule that scales frequencies; and whether samples are longer than LongRoPE's original length.
-`launch/verify/shrink_layers.py` chooses which layers remain.
+For each kind of layer, these properties are kept:
+
+- whether the window is shorter than the samples
+- whether only part of a head rotates
+- the rule that scales frequencies
+- whether samples are longer than LongRoPE's original length
 """
 
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ PART = 0.5
 
 
 def shrink_attention(model: ModelConfig, seq_length: int, head_dim: int) -> dict[str, Any]:
-    """Compute the changes to the `model` section, for samples of `seq_length` and heads of `head_dim`."""
+    """Compute the changes to the `model` section for samples of `seq_length` and heads of `head_dim`."""
     own = {name: getattr(model, name) for name in ("window", "rotary_share", "rope_scaling")}
     changes = _fields(own, model, seq_length, head_dim, own["rotary_share"])
     if model.layers is not None:
@@ -30,7 +33,10 @@ def shrink_attention(model: ModelConfig, seq_length: int, head_dim: int) -> dict
 def _fields(
     given: Mapping[str, Any], model: ModelConfig, seq_length: int, head_dim: int, share: float
 ) -> dict[str, Any]:
-    """Compute the new values of the size-dependent fields in `given`, a layer kind's fields or the model's own, as JSON."""
+    """Compute new values for the size-dependent fields in `given`, as JSON.
+
+    `given` has the fields of a layer kind or of the model.
+    """
     found: dict[str, Any] = {}
     if "window" in given:
         window = given["window"]

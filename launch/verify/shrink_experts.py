@@ -13,7 +13,7 @@ MOST_GROUPS = 6
 
 
 def relations_of_experts(moe: MoEConfig, ep: int) -> tuple[object, ...]:
-    """Relate a layer's expert counts to each other, and to the `ep` ranks that share the experts."""
+    """Relate a layer's expert counts to each other and to `ep`."""
     local, in_group = moe.num_experts // ep, moe.num_experts // moe.groups
     eligible = moe.top_groups * in_group
     return (
@@ -31,7 +31,7 @@ def relations_of_experts(moe: MoEConfig, ep: int) -> tuple[object, ...]:
 
 
 def shrink_experts(moe: MoEConfig, ep: int, width: int) -> dict[str, Any]:
-    """Build `model.moe` with the fewest experts that keep all relations; `width` is each expert's FFN width."""
+    """Build `model.moe` with the fewest experts that keep all relations. `width` is each expert's FFN width."""
     wanted = relations_of_experts(moe, ep)
     changes = {"ffn_hidden_size": width, "shared_experts": min(moe.shared_experts, 2)}
     smallest = next(

@@ -3,8 +3,8 @@
     stages of 6 layers    [local local global local local global]   [local local global local local global]
     kept, at 0, 2, 3      [local global local]                      [local global local]
 
-Every stage keeps the layers at the same places, so stages that were alike remain alike, and stages that began with different
-layers still do. Two layers are alike if they have the same kind and if their parameters belong to the same optimizer groups.
+Every stage keeps the layers at the same places. So stages that were alike remain alike. Two layers are alike if they have the same
+kind and if their parameters belong to the same optimizer groups.
 """
 
 from collections.abc import Hashable, Sequence, Set
@@ -33,7 +33,7 @@ def stage_labels(config: Config) -> list[Labels]:
     seen: dict[Hashable, int] = {}
 
     def label(layer: int) -> int:
-        """Label a layer by its kind and by each parameter's optimizer group; layers that agree in both share the label."""
+        """Label a layer by its kind and by each parameter's optimizer group."""
         rules = [group_of(f"layers.{layer}.{name}", groups) for name in names[kinds[layer]]] if groups else []
         fields = [None if number is None else _fields(groups[number]) for number in rules]
         return seen.setdefault((kinds[layer], tuple(fields)), len(seen))
@@ -42,7 +42,10 @@ def stage_labels(config: Config) -> list[Labels]:
 
 
 def relations_of_stages(config: Config) -> tuple[object, ...]:
-    """Relate the layers of all stages to each other: where each stage begins in the pattern of kinds, and what it holds."""
+    """Relate the layers of all stages to each other.
+
+    The result says where each stage begins in the pattern of kinds, and what each stage holds.
+    """
     stages = stage_labels(config)
     return (
         # the first layer; which layers come after which others
@@ -55,7 +58,7 @@ def relations_of_stages(config: Config) -> tuple[object, ...]:
 
 
 def needed_places(config: Config) -> set[int]:
-    """Find the places in a stage, from 0, whose layers must stay so that `relations_of_stages` does not change."""
+    """Find the places in a stage whose layers must stay, from 0. Without them, `relations_of_stages` would change."""
     stages = list(dict.fromkeys(stage_labels(config)))
     needed = {0}
     for labels in filter(None, stages):
@@ -74,12 +77,14 @@ def needed_places(config: Config) -> set[int]:
 
 
 def kept_layers(config: Config, needed: Set[int], sizes: Sequence[int], small_sizes: Sequence[int]) -> list[list[int]]:
-    """Choose the layer numbers that each stage keeps; a number may occur more than once.
+    """Choose the layer numbers that each stage keeps.
+
+    A number may occur more than once.
 
     Args:
         needed: result of `needed_places`.
-        sizes: numbers of layers that stages have, 0 excluded, ascending.
-        small_sizes: numbers of layers that these stages keep, in the same order.
+        sizes: distinct numbers of layers per stage, without 0, ascending.
+        small_sizes: number of layers to keep for each entry of `sizes`.
     """
     places: list[list[int]] = []
     before = (0, 0)
@@ -96,7 +101,7 @@ def kept_layers(config: Config, needed: Set[int], sizes: Sequence[int], small_si
 
 
 def kinds_of(config: Config, layers: Sequence[int]) -> dict[str, Any]:
-    """Build `model.layers` for a model with these layers; empty if the config lists no kinds of layers."""
+    """Build `model.layers` for a model with these layers. The result is empty if the config lists no kinds of layers."""
     model = config.model
     if model.layers is None:
         return {}
@@ -107,7 +112,7 @@ def kinds_of(config: Config, layers: Sequence[int]) -> dict[str, Any]:
 
 
 def groups_of(config: Config, small: ModelConfig, layers: Sequence[int]) -> list[GroupFields]:
-    """Write `optimizer.groups` for the model with these layers; each parameter keeps its group.
+    """Write `optimizer.groups` for a small model whose parameters keep their groups.
 
     Args:
         small: small model, not yet with these groups.

@@ -67,7 +67,7 @@ class Trial:
     Attributes:
         config: configuration with the layout, as it will run.
         reference: same configuration in one process.
-        noise: reference in a wider dtype, run to measure the reference's rounding error; None: it is not measured.
+        noise: the reference in a wider dtype, which measures rounding; None: rounding is not measured.
     """
 
     config: Config
@@ -76,7 +76,7 @@ class Trial:
 
     @property
     def tolerance(self) -> float | None:
-        """Constant error bound; None: this dtype has none, and the rounding is measured."""
+        """Constant error bound for this dtype. None: the dtype has no constant bound, and rounding is measured."""
         return TOLERANCES.get(self.config.precision.dtype)
 
 
@@ -138,7 +138,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
 def _with_recompute(asked: Config, *, small: bool) -> Config:
     """Resolve `recompute`, which may depend on the memory limit.
 
-    If no candidate fits in memory and the model will be shrunk, the last candidate is used, which saves most memory.
+    If no candidate fits in memory and the model will be shrunk, the candidate that saves most memory is used.
 
     Raises:
         ConfigError: no candidate fits, and the model keeps its sizes.
@@ -154,7 +154,9 @@ def _with_recompute(asked: Config, *, small: bool) -> Config:
 
 
 def layout_words(path: Path, overrides: Sequence[str], layout: str) -> list[str]:
-    """Turn `--layout` into overrides; stages become even if the file lists layers for another number of stages.
+    """Turn `--layout` into overrides.
+
+    Stages become even if the file lists layers for another number of stages.
 
     Raises:
         ConfigError: a word in the layout is not valid.
@@ -173,7 +175,10 @@ def layout_words(path: Path, overrides: Sequence[str], layout: str) -> list[str]
 
 
 def _data(data: DataConfig) -> dict[str, Any]:
-    """Keep only an extension's corpora, all for training; if there are none, use random samples."""
+    """Keep only an extension's corpora, and use all their documents for training.
+
+    Without such corpora, random samples are used.
+    """
     own = [source.model_dump() for source in data.train if source.path.startswith(OWN_CORPUS)]
     if not own:
         return {"synthetic": True, **_documents(data)}
@@ -182,7 +187,10 @@ def _data(data: DataConfig) -> dict[str, Any]:
 
 
 def _documents(data: DataConfig) -> dict[str, Any]:
-    """Return the `data` fields that divide random samples into documents; empty unless the run depends on documents."""
+    """Return the `data` fields that divide random samples into documents.
+
+    The result is empty unless the run depends on documents.
+    """
     if not reads_documents(data):
         return {}
     asked = data.model_dump(mode="json", include={"attention", "positions", "count_document_starts"})
@@ -190,7 +198,7 @@ def _documents(data: DataConfig) -> dict[str, Any]:
 
 
 def _noise(one: Mapping[str, Any]) -> Config | None:
-    """Build the one process's configuration in a wider dtype, with kernels and state for that dtype; None: no dtype is wider."""
+    """Build the one process's configuration in a wider dtype. None: no dtype is wider."""
     dtype = WIDER.get(one["precision"]["dtype"])
     if dtype is None:
         return None

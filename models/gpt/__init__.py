@@ -1,1 +1,1 @@
-"""GPT: embedding, attention, MLP, and the chunk of layers that a stage holds."""
+"""The modules of a GPT, and the chunk of layers that a stage holds."""

@@ -5,9 +5,8 @@
 
 Symbols: s tokens in each of b rows, h hidden size, d head size, t = tp ranks; s(/t) is s/t with sequence parallelism, else s.
 
-If there are fewer key/value heads than tp ranks, each rank holds one whole key/value head, which other ranks hold too. The layer's
-kind sets its window, sinks and rotation. The mixer (`engine/context_parallel/mixer.py`) computes attention; with context
-parallelism it also exchanges tokens of a row with other ranks.
+If there are fewer key/value heads than tp ranks, each rank holds one whole key/value head, which other ranks hold too. The mixer
+(`engine/context_parallel/mixer.py`) computes attention.
 """
 
 import torch
@@ -24,7 +23,7 @@ from triaxis.models.gpt.qk_norm import NormalisedAndRotated
 
 
 class Attention(nn.Module):
-    """Attention with queries, keys and values projected from x; key/value heads may be fewer than query heads."""
+    """Attention with queries, keys and values projected from x."""
 
     def __init__(self, context: BuildContext, name: str, kind: LayerKind) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class Attention(nn.Module):
         self.proj = context.row(f"{name}.proj")
 
     def forward(self, x: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-        """Compute attention among the tokens of x [s(/t), b, h]; return [s(/t), b, h]."""
+        """Compute attention among the tokens of x [s(/t), b, h], and return [s(/t), b, h]."""
         rope = None if self.kind.rotary is None else positions.tables[self.kind.rotary]  # [2, s, b, 1, r]
         mask = Mask(self.kind.window, positions.documents, positions.part)
         qkv = self.qkv(x)  # [s, b, (heads + 2 kv_heads)/t * d]

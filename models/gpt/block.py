@@ -1,4 +1,4 @@
-"""One transformer layer: attention and an MLP or experts, each a branch that is added to the residual stream."""
+"""One transformer layer, with an attention branch and an MLP branch."""
 
 from collections.abc import Callable
 
@@ -20,8 +20,7 @@ class FirstNorm:
     The current layer computes this norm together with its own last addition to the residual stream.
 
     Attributes:
-        norm: the next layer's first norm, for the current layer to compute; None: there is no next layer, or it normalises its
-            input itself.
+        norm: the next layer's first norm; None: there is no next layer, or the next layer normalises its input itself.
     """
 
     def __init__(self) -> None:
@@ -29,11 +28,11 @@ class FirstNorm:
         self._normalised: torch.Tensor | None = None
 
     def put(self, normalised: torch.Tensor | None) -> None:
-        """Keep the norm's output for the next layer; None: it was not computed."""
+        """Keep the norm's output, or None, for the next layer."""
         self._normalised = normalised
 
     def take(self) -> torch.Tensor | None:
-        """Return the output that the previous layer kept, or None, and drop the reference, so that only the caller holds it."""
+        """Hand over the kept output, or None, so that only the caller holds it."""
         normalised, self._normalised = self._normalised, None
         return normalised
 
@@ -41,9 +40,8 @@ class FirstNorm:
 class Block(nn.Module):
     """One transformer layer with two branches, attention and MLP.
 
-    A branch of x is post_norm(f(norm(x))), where f is the branch's module; norms that the model does not have are left out. By
-    default, the branches are sequential: y = x + attention(x), then y + mlp(y). With `model.parallel_block`, both read x:
-    x + attention(x) + mlp(x).
+    A branch of x is post_norm(f(norm(x))), where f is the branch's module. By default, y = x + attention(x), and the output is
+    y + mlp(y). With `model.parallel_block`, the output is x + attention(x) + mlp(x).
     """
 
     def __init__(self, context: BuildContext, layer: int) -> None:
@@ -71,7 +69,7 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """Run the layer on x [s(/t), b, h], and return the same shape.
 
-        `first` may hold x already normalised by the previous layer; this layer puts the next layer's normalised input there.
+        `first` may hold x already normalised by the previous layer. This layer puts the next layer's normalised input there.
         """
         first = FirstNorm() if first is None else first
         y, inputs = self._with_attention(x, positions, keys, first.take())
@@ -89,10 +87,9 @@ class Block(nn.Module):
         keys: DropoutKeys,
         inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add attention's branch to x; return the sum, and the MLP's normalised input or None if it is still to be computed.
+        """Add attention's branch to x, and normalise the sum for the MLP.
 
-        `inputs` is x normalised for attention; None: it is computed here. The branch's output goes out of scope when this function
-        returns, so its memory is free when the MLP begins.
+        The second result is None if it is still to be computed. `inputs` is x normalised for attention; None: it is computed here.
         """
         if inputs is None:
             inputs = self.attention_input(x)
@@ -101,13 +98,13 @@ class Block(nn.Module):
         return self._added(x, branch, self.attention_post_norm, follows, self.attention_dropout, keys)
 
     def _norms(self, branch: str) -> tuple[nn.Module | None, nn.Module | None]:
-        """Build the norms before and after the branch named `branch`; None for a norm that the model does not have."""
+        """Build the norms before and after a branch, with None for a missing norm."""
         model, name = self.context.model, f"{self.name}.{branch}"
         before = self.context.norm(f"{name}.norm") if model.norms_before else None
         return before, self.context.norm(f"{name}.post_norm") if model.norms_after else None
 
     def _input(self, norm: nn.Module | None) -> Callable[..., torch.Tensor]:
-        """Build the function from the residual stream to a branch's input: the branch's norm, or the identity if it has none."""
+        """Build the function from the residual stream to a branch's input."""
         return nn.Identity() if norm is None else self.context.saved.recomputed("norm", norm)
 
     def _added(
@@ -119,12 +116,11 @@ class Block(nn.Module):
         dropout: HiddenDropout | None,
         keys: DropoutKeys,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add a branch's output to the residual stream x. If `norm` is given, it first normalises the output.
+        """Add a branch's output, normalised by `norm` if given, to the residual stream x.
 
         Returns:
-            The sum, and the sum normalised by `follows`. The second is None if there is no `follows`, with dropout (which is fused
-            with the addition instead), and if norms are recomputed. A recomputed norm must give the forward's bits, so both times
-            it runs as the same separate function.
+            The sum, and the sum normalised by `follows`. The second is None if there is no `follows`, with dropout, or if norms are
+            recomputed. A recomputed norm must give the forward's bits, so it always runs as a separate function.
         """
         branch = branch if norm is None else norm(branch)
         if dropout is not None and self.training:

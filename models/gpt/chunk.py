@@ -1,12 +1,12 @@
-"""A GPT, cut into chunks: the part of the model that one pipeline rank holds at one stage.
+"""A GPT cut into chunks, each the layers of one pipeline stage.
 
     first stage    tokens -> embedding ->  layers ...                      -> hidden
     middle         hidden              ->  layers ...                      -> hidden
-    last stage     hidden              ->  layers ... -> norm -> head      -> sum of token losses (or logits)
-                                                         norm -> layers of multi-token prediction -> head -> their sums too
+    last stage     hidden              ->  layers ... -> norm -> head      -> sum of token losses
+                                                         norm -> layers of multi-token prediction -> head -> their sums
 
 Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence parallelism: s tokens in each of b rows, hidden size h, t
-tensor-parallel ranks. Every stage reads positions and labels from its own copy of the microbatch; nothing is broadcast.
+tensor-parallel ranks. Every stage reads positions and labels from its own copy of the microbatch.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ from triaxis.models.specs import StageContents
 
 
 class GPTChunk(nn.Module):
-    """One stage's layers, with the embedding on the first stage and the head on the last.
+    """One stage's layers, with the embedding or the head on an end stage.
 
     Args:
         context: build context with this stage's parameters.
@@ -83,28 +83,29 @@ class GPTChunk(nn.Module):
 
     @property
     def queue(self) -> WeightGradQueue:
-        """Queue of this chunk's weight-gradient GEMMs, which some pipeline schedules run later than the backward."""
+        """Weight-gradient GEMMs of this chunk, which some pipeline schedules run after the backward."""
         return self.context.queue
 
     @property
     def saved(self) -> SavedTensors:
-        """Policy for the tensors that this chunk saves for its backward: keep, recompute or move to the host."""
+        """Policy for saved tensors, which are kept, recomputed or moved to the host."""
         return self.context.saved
 
     @property
     def load(self) -> ExpertLoad | None:
-        """Count of the tokens sent to each expert, shared by the rank's chunks; None: the model has no experts."""
+        """Count of this rank's tokens sent to each expert, or None without experts."""
         return None if self.context.experts is None else self.context.experts.load
 
     @property
     def fp8_counts(self) -> Fp8Counts | None:
-        """Counts of the elements that conversion to FP8 loses, shared by the rank's chunks; None: they are not counted."""
+        """Counts of elements that conversion to FP8 loses on this rank, or None."""
         return self.context.fp8_counts
 
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Compute hidden states for the next stage, or on the last stage the unmasked tokens' loss sum (a scalar).
+        """Compute hidden states for the next stage, or on the last stage the summed loss.
 
-        In training with D multi-token prediction layers, the last stage returns [1 + D]: this sum, then each layer's weighted sum.
+        The loss is a scalar, summed over unmasked tokens. In training with D multi-token prediction layers, the last stage returns
+        [1 + D]: this sum, then each layer's weighted sum.
         """
         inputs = self._layer_inputs(batch)
         hidden = self._hidden(x, batch, inputs)
@@ -118,7 +119,7 @@ class GPTChunk(nn.Module):
         return self.saved.end_chunk(total)
 
     def logits(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Compute hidden states for the next stage, or on the last stage this rank's logit columns [s, b, V_padded/t]."""
+        """Compute hidden states, or on the last stage this rank's logit columns [s, b, V_padded/t]."""
         hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden)
 
@@ -149,9 +150,10 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Split the blocks, in order, into groups: the backward recomputes a group as a whole, or no block in it as a whole.
+        """Split the blocks, in order, into groups whose saved tensors are treated alike.
 
-        With offloading, each block of the second kind is a group of its own, since moved tensors are freed group by group.
+        With offloading, each block that is not recomputed as a whole is a group of its own, since moved tensors are freed group by
+        group.
         """
         blocks, choice = self._layers(), self.context.recompute
         num_again = 0
@@ -192,8 +194,7 @@ def _run(blocks: Sequence[Block], x: torch.Tensor, *, positions: Positions, keys
 def _run_own(blocks: Sequence[nn.Module], x: torch.Tensor, *, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
     """Run an extension's blocks.
 
-    Each block computes its own first norm, because it may change its input before that norm; so the norm cannot be fused into the
-    block before.
+    Each block computes its own first norm, because the block may change its input before the norm.
     """
     for block in blocks:
         x = block(x, positions, keys)
@@ -207,14 +208,16 @@ def build_chunks(
     stages: Sequence[StageContents],
     on_saved: TensorObserver = unobserved,
 ) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
-    """Build this rank's chunks on the meta device; return them with its parameters by name, in forward order.
+    """Build this rank's chunks on the meta device.
 
-    `stages` lists the contents of this rank's chunks, in chunk order. If this rank has both ends of a tied embedding, they are one
-    parameter with two uses. `on_saved` observes the tensors that are saved for the backward.
+    Returns the chunks, and the rank's parameters by name in forward order.
+
+    Args:
+        stages: contents of this rank's chunks, in chunk order.
+        on_saved: observer of the tensors that are saved for the backward.
 
     Raises:
-        ModelError: a chunk holds tensors that `models/specs.py` does not list (`models/gpt/strays.py`), or its modules leave out
-            listed ones.
+        ModelError: a chunk holds tensors that `models/specs.py` does not list (`models/gpt/strays.py`), or lacks listed ones.
     """
     tp = topology.axis("tp")
     choice = config.recompute

@@ -1,4 +1,4 @@
-"""Give a GPT's modules what they share (sizes, dtype, kernels, parameters), and build their norms and linear layers."""
+"""Give a GPT's modules what they share, and build their norms and linear layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -42,14 +42,12 @@ class BuildContext:
     Attributes:
         recompute: the parts that the backward recomputes; `auto` is already resolved.
         num_offloaded: number of layers per chunk whose saved tensors are moved to the host.
-        region: the tensor-parallel region, which activations enter and leave.
-        mixing: function that builds a layer's mixer, the module that computes attention (`engine/context_parallel/mixer.py`).
+        mixing: function that builds a layer's mixer (`engine/context_parallel/mixer.py`).
         experts: expert routing and dispatch; None: the model has no experts.
-        seed: the run's seed, for dropout.
         parameters: this chunk's parameters by global name.
         queue: queue of the chunk's weight-gradient GEMMs.
         saved: policy for tensors that are saved for the backward; the rank's chunks share one.
-        forms: ways to compute linear layers' products (such as in FP8), by layer number; layers that are not listed use `form`.
+        forms: ways to compute linear layers' products, such as in FP8, by layer number; other layers use `form`.
         form: way to compute the products of the linear layers that are being built.
         fp8_counts: counts of the elements that conversion to FP8 loses; None: they are not counted.
         taken: names of the parameters that modules have asked for.
@@ -77,14 +75,17 @@ class BuildContext:
         return replace(self, form=self.forms.get(layer, self.form))
 
     def form_behind_norm(self, *parts: str) -> LinearForm:
-        """Form for a linear layer that is the only reader of a norm's output, and thus may be the only one to save it.
+        """Form for a linear layer that alone reads a norm's output.
 
         If the norm or one of `parts` is recomputed, the recomputation saves that output too, and the form allows for it.
         """
         return self.form.alone("norm", *parts) if self.model.norms_before else self.form
 
     def mixer(self, name: str, kind: LayerKind, made: Made = as_they_are) -> Mixer:
-        """Build a layer's attention mixer; `made` computes keys and values from rows that the mixer gathers, such as latents."""
+        """Build a layer's attention mixer.
+
+        `made` computes keys and values from the rows that the mixer gathers, such as latents.
+        """
         model, tp = self.model, self.region.axis
         return self.mixing(
             name=name,
@@ -99,7 +100,10 @@ class BuildContext:
         )
 
     def norm(self, name: str) -> nn.Module:
-        """Build a norm over h; when called with a branch too, it first adds `model.residual_multiplier` x branch to its input."""
+        """Build a norm over h.
+
+        Called with a branch too, the norm first adds `model.residual_multiplier` x branch to its input.
+        """
         kind, kernels, own = self.model.norm_kind, self.kernels, self.model.own.norm
         if own is not None:
             return OwnNorm(own(self, name), self.model.residual_multiplier)
@@ -107,16 +111,17 @@ class BuildContext:
         return Norm(NormKernel(kind.name, self.model.norm_eps, kernels.fusion), weights, self.model.residual_multiplier)
 
     def hidden_dropout(self, site: str) -> HiddenDropout | None:
-        """Build the hidden-state dropout named `site`; None: the model has no such dropout."""
+        """Build the hidden-state dropout named `site`, or None if the model has none."""
         model = self.model
         if not model.hidden_dropout:
             return None
         return HiddenDropout(model.hidden_dropout, site, self.region, self.kernels.fusion, model.residual_multiplier)
 
     def column(self, *names: str) -> ColumnParallelLinear:
-        """Build a column-parallel layer, x [s(/t), b, h] -> [s, b, rows/t], from `NAME.weight` [rows, h] and `NAME.bias` if listed.
+        """Build a column-parallel layer, x [s(/t), b, h] -> [s, b, rows/t].
 
-        Several names build one layer with concatenated outputs; every spec but the first must set `fused_with_previous`.
+        The layer reads `NAME.weight` [rows, h], and `NAME.bias` if listed. Several names build one layer with concatenated outputs.
+        Every spec but the first must then set `fused_with_previous`.
 
         Raises:
             ModelError: the specs lack a weight, or do not cut it by rows (`tp_dim`).
@@ -126,7 +131,9 @@ class BuildContext:
         return ColumnParallelLinear(weights, biases, self.region, self.queue, names[0], self.form)
 
     def row(self, name: str) -> RowParallelLinear:
-        """Build a row-parallel layer, x [s, b, f/t] -> [s(/t), b, h], from `NAME.weight` [h, f] and `NAME.bias` if listed.
+        """Build a row-parallel layer, x [s, b, f/t] -> [s(/t), b, h].
+
+        The layer reads `NAME.weight` [h, f], and `NAME.bias` if listed.
 
         Raises:
             ModelError: the specs lack the weight, or do not cut it by columns (`tp_dim`).
@@ -163,7 +170,7 @@ class BuildContext:
         return self.parameters[name]
 
     def optional_parameter(self, name: str) -> ShardedParameter | None:
-        """Return the parameter, or None if the specs do not list it, such as the bias of a model without biases."""
+        """Return a parameter, or None if the specs do not list it."""
         return self.parameter(name) if name in self.parameters else None
 
     def optional_parameters(self, *names: str) -> list[ShardedParameter]:
@@ -171,10 +178,10 @@ class BuildContext:
         return [self.parameter(name) for name in names if name in self.parameters]
 
     def require_all_taken(self) -> None:
-        """Check that modules took all the chunk's parameters: a parameter left over is misspelt in a module or in the specs.
+        """Check that modules took all the chunk's parameters.
 
         Raises:
-            ModelError: some parameters were not taken; they would get no gradient.
+            ModelError: some parameters were not taken. They would get no gradient; a name may be misspelt.
         """
         left = [name for name in self.parameters if name not in self.taken]
         if left:
@@ -189,7 +196,7 @@ class Positions:
     """Token positions in a microbatch, as a chunk's layers read them.
 
     Attributes:
-        tables: cosines and sines [2, s, b, 1, r] (`rope_tables`) for each rotation in the chunk; r elements of a head rotate.
+        tables: cosines and sines [2, s, b, 1, r] for each rotation in the chunk; r elements of a head rotate (`rope_tables`).
         documents: documents that limit attention; None: each token attends to every earlier token in its row.
         part: positions that this rank holds if context parallelism cuts the rows; None: the rows are whole.
     """

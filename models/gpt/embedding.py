@@ -1,4 +1,4 @@
-"""The input side of a GPT: word embedding, learned positions, dropout.
+"""The input side of a GPT, from tokens to hidden states.
 
 tokens [b, s] -> [s(/t), b, h]; with sequence parallelism, each of t tp ranks keeps only its part of the sequence.
 """
@@ -13,7 +13,10 @@ from triaxis.models.gpt.context import BuildContext
 
 
 class Embedding(nn.Module):
-    """Word embedding, plus learned positions and dropout if the model has them; `name` prefixes the name of the dropout site."""
+    """Word embedding, plus learned positions and dropout if the model has them.
+
+    `name` prefixes the name of the dropout site.
+    """
 
     def __init__(self, context: BuildContext, name: str = "embedding") -> None:
         super().__init__()
@@ -25,7 +28,7 @@ class Embedding(nn.Module):
         self.position = context.parameter("embedding.position.weight") if has_table else None
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Embed tokens at the given positions, both int64 [b, s]; return [s(/t), b, h]."""
+        """Embed tokens at the given positions, both int64 [b, s], as [s(/t), b, h]."""
         # Indexing keeps the memory order of the ids, and elementwise ops keep it from there on: merely transposed ids would
         # transpose the whole residual stream in memory.
         x = self.word(tokens.t().contiguous())

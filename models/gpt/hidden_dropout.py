@@ -1,4 +1,4 @@
-"""Hidden-state dropout, fused with the addition to the residual stream that follows it."""
+"""Hidden-state dropout, fused with the addition to the residual stream after it."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 class HiddenDropout(nn.Module):
     """Dropout on [s(/t), b, h] in training.
 
-    A hash of an element's index in its sample's whole [s, h] decides whether it is dropped, so the layout does not matter.
+    A hash of an element's index in its sample's whole [s, h] decides whether the element is dropped, so the layout does not matter.
 
     Args:
         p: probability that an element is dropped.
@@ -24,7 +24,7 @@ class HiddenDropout(nn.Module):
         self.p, self.site, self.region, self.fusion, self.factor = p, site, region, fusion, factor
 
     def forward(self, x: torch.Tensor, keys: DropoutKeys, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply dropout to x; if `residual` is given, multiply x by `factor` and return dropout(x) + residual."""
+        """Apply dropout to x. With `residual`, multiply x by `factor` and return dropout(x) + residual."""
         if residual is not None and self.factor != 1:
             x = x * self.factor
         length = x.shape[0] * (self.region.axis.size if self.region.sequence_parallel else 1)

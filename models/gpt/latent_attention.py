@@ -1,20 +1,20 @@
-"""Multi-head latent attention (2405.04434, section 2.1; `engine/config/mla.py` has the formulas), cut over tp by heads.
+"""Multi-head latent attention, cut over tp by heads.
 
     x [s(/t), b, h] --down--> latents, key of rotation [s(/t), b, r_q + r_kv + dr] --norms, rotation--> c_q, [c_kv | key]
-    c_q --column--> q [s, b, heads/t, dr + dn]      [c_kv | key] --f over tp--> --gather over cp--> [s, b, r_kv + dr]
+    c_q --column--> q [s, b, heads/t, dr + dn]
+    [c_kv | key] --enter tp region--> --gather over cp--> [s, b, r_kv + dr]
     c_kv --heads--> k [s, b, heads/t, dr + dn], v [s, b, heads/t, dv] --attention--> [s, b, heads/t * dv] --row--> [s(/t), b, h]
 
-c_q and c_kv are the latents, with r_q and r_kv elements. Query and key heads have dr + dn elements, of which dr rotate; value heads
-have dv. s tokens in each of b rows, h hidden size, t = tp ranks, w bytes per element; s(/t) is s/t with sequence parallelism.
+`engine/config/mla.py` has the formulas (2405.04434, section 2.1). c_q and c_kv are the latents, with r_q and r_kv elements. A query
+or key head has dr + dn elements, of which dr rotate. A value head has dv. s tokens in each of b rows, h hidden size, t = tp ranks;
+s(/t) is s/t with sequence parallelism, else s.
 
-Every tp rank holds the whole down-projection weights and applies them to its part of the sequence. Then the latents enter the
-tensor-parallel region (f). With sequence parallelism, the gathers move w b s (r_q + r_kv + dr) bytes instead of w b s h, and no
-product is computed twice. A rank's gradients of these weights are then partial sums over the sequence, like a norm's. If sequence
-parallelism is off, each rank computes all latents, and the gradients are whole.
+Every tp rank holds the whole down-projection weights. With sequence parallelism, a rank multiplies only its part of the sequence,
+and the rank's weight gradients are partial sums. Gathers over tp move r_q + r_kv + dr elements per token. If sequence parallelism
+is off, each rank computes all latents, and the gradients are whole.
 
-In generation (`models/inference/kv_cache.py`), the cache holds each token's [c_kv | key], and a query attends to these directly.
-The rows of W_kvb that compute keys are multiplied into the query instead, and those that compute values into attention's result.
-Cached tokens are thus never expanded into keys and values.
+In generation, the cache holds each token's [c_kv | key] (`models/inference/kv_cache.py`). W_kvb is multiplied into the query and
+into attention's result, so cached tokens are never expanded into keys and values.
 """
 
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ class LatentAttention(nn.Module):
         self.proj = context.row(f"{name}.proj")
 
     def forward(self, x: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-        """Compute attention among the tokens of x [s(/t), b, h]; return [s(/t), b, h]."""
+        """Compute attention among the tokens of x [s(/t), b, h], and return [s(/t), b, h]."""
         context = self.context
         rope = None if self.kind.rotary is None else positions.tables[self.kind.rotary]
         mask = Mask(self.kind.window, positions.documents, positions.part)
@@ -113,9 +113,9 @@ class LatentAttention(nn.Module):
         return self.proj(mixed)  # [s(/t), b, h]
 
     def _latents(self, x: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the query projection's input and [c_kv | key] [s(/t), b, r_kv + dr] from x [s(/t), b, h].
+        """Compute the query projection's input and [c_kv | key] from x [s(/t), b, h].
 
-        The first is c_q [s(/t), b, r_q], or x itself if there is no query latent.
+        The first is c_q [s(/t), b, r_q], or x itself if there is no query latent. The second is [s(/t), b, r_kv + dr].
         """
         mla, region, again = self.mla, self.context.region, self.context.saved.recomputed
         q_size = mla.q_lora_rank or 0
@@ -132,5 +132,5 @@ class LatentAttention(nn.Module):
         return self.norm_kernel(x, norm.tracked())
 
     def _rotate(self, x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
-        """Rotate the first dr elements in x [s, b, n, d]; return x itself if the layer rotates nothing."""
+        """Rotate the first dr elements in x [s, b, n, d], if the layer rotates."""
         return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)

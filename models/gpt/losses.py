@@ -17,7 +17,10 @@ def logit_options(model: ModelConfig) -> LogitOptions:
 
 
 class TokenLosses(nn.Module):
-    """Each token's cross-entropy from the head's input; each tp rank computes the logits for its part of the vocabulary."""
+    """Each token's cross-entropy, computed from the head's input.
+
+    Each tp rank computes the logits for its part of the vocabulary.
+    """
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
@@ -25,7 +28,7 @@ class TokenLosses(nn.Module):
         self.options = logit_options(context.model)
 
     def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
-        """Compute token losses [s, b], equal on all tp ranks, from the head's input x [s(/t), b, h] and int64 labels [b, s]."""
+        """Compute token losses [s, b], equal on all tp ranks. x [s(/t), b, h] is the head's input; labels are int64 [b, s]."""
         context, targets = self.context, labels.t()
         vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
         at_a_time = context.recompute.head_tokens

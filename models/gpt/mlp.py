@@ -1,4 +1,7 @@
-"""The MLP, cut over tp by its inner width: x [s(/t), b, h] --column--> [s, b, f/t] --nonlinearity, row--> [s(/t), b, h]."""
+"""The MLP, cut over tp by its inner width.
+
+x [s(/t), b, h] --column--> [s, b, f/t] --nonlinearity, row--> [s(/t), b, h]
+"""
 
 import torch
 from torch import nn

@@ -51,7 +51,7 @@ class MoE(nn.Module):
             self.experts.load.balance(layer, self.bias)
 
     def forward(self, x: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Apply the experts to x [s(/t), b, h], and return the same shape; `keys` gives each token's position in its sample."""
+        """Apply the experts to x [s(/t), b, h], and return the same shape. `keys` gives each token's position in its sample."""
         region, saved = self.context.region, self.context.saved
         is_cut = self.experts.cuts_tokens and not region.sequence_parallel
         local = _Part.apply(x, region, f"{self.name} tokens") if is_cut else x
@@ -71,7 +71,7 @@ class MoE(nn.Module):
         return y if shared is None else y + shared
 
     def _outputs(self, sent: Dispatched) -> torch.Tensor:
-        """Run this rank's experts on the rows [R, h] that were sent to them, and return [R, h]."""
+        """Run this rank's experts on the rows [R, h] sent to them, and return [R, h]."""
         saved = self.context.saved
         inner = saved.recomputed("mlp", partial(self._up, sent.ends))(sent.rows)
         activated = saved.recomputed("activation", self.activation)(inner)
@@ -85,9 +85,9 @@ class MoE(nn.Module):
         return self.experts.router.choice(experts, self.counted(keys, shape, scores, experts), scores, shape[1])
 
     def chosen(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
-        """Choose experts int64 [T, k] for this rank's tokens by scores [T, E]; `shape` is the layer input's shape.
+        """Choose experts int64 [T, k] for this rank's tokens by scores [T, E].
 
-        With `force_balanced`, the tokens' positions decide instead of the scores.
+        `shape` is the layer input's shape. With `force_balanced`, the tokens' positions decide instead of the scores.
         """
         router = self.experts.router
         if router.moe.force_balanced:
@@ -97,11 +97,11 @@ class MoE(nn.Module):
     def counted(
         self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Select the experts int64 [T, k] that the sequence balance loss counts for tokens that chose `experts`."""
+        """Select the experts int64 [T, k] that the sequence balance loss counts."""
         return self.experts.router.counted(experts, scores)
 
     def positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
-        """Compute the position of each of this rank's tokens in its sample: [T]."""
+        """Compute the positions [T] of this rank's tokens in their samples."""
         region, samples = self.context.region, shape[1]
         length = shape[0] * (region.axis.size if region.sequence_parallel else 1)
         part = replace(region, sequence_parallel=self.experts.cuts_tokens).shard_of_sequence(length)
@@ -114,7 +114,7 @@ class MoE(nn.Module):
 
 
 class _Part(torch.autograd.Function):
-    """Cut out this rank's part of a sequence that all tp ranks hold: [s, b, h] -> [s/t, b, h]. The backward is an all-gather."""
+    """Cut out this rank's part of a sequence, [s, b, h] -> [s/t, b, h]. All tp ranks hold the whole sequence."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> torch.Tensor:
@@ -128,9 +128,9 @@ class _Part(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Gather the whole sequence from all tp ranks' parts: [s/t, b, h] -> [s, b, h].
+    """Gather the whole sequence from all tp ranks' parts, [s/t, b, h] -> [s, b, h].
 
-    Every rank then holds the whole gradient, so the backward only cuts out this rank's part.
+    Every rank then holds the whole gradient.
     """
 
     @staticmethod

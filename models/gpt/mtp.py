@@ -1,13 +1,13 @@
-"""A multi-token prediction layer (2412.19437, section 2.2; `engine/config/mtp.py` has the formulas), on the last stage.
+"""A multi-token prediction layer on the last stage.
 
     tokens ahead [b, s] --word embedding--> [s(/t), b, h] --norm--.
     hidden before [s(/t), b, h] -----------------------------norm--+--> [s(/t), b, 2 h] --projection--> layer --> norm --> head
 
-Symbols: s tokens in each of b rows, h hidden size, t = tp ranks; s(/t) is s/t with sequence parallelism, else s.
+`engine/config/mtp.py` has the formulas (2412.19437, section 2.2). Symbols: s tokens in each of b rows, h hidden size, t = tp ranks;
+s(/t) is s/t with sequence parallelism, else s.
 
-Every tp rank holds the projection's whole weight and applies it to its part of the sequence. With sequence parallelism, no product
-is computed twice, and a rank's weight gradient is a partial sum over the sequence, like a norm's. If sequence parallelism is off,
-each rank computes the whole product, and the gradient is whole.
+Every tp rank holds the projection's whole weight. With sequence parallelism, a rank multiplies only its part of the sequence, and
+the rank's weight gradient is a partial sum. If sequence parallelism is off, each rank computes the whole product and gradient.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ class RowsAhead(Protocol):
     """The fields of a microbatch that D multi-token prediction layers read.
 
     Attributes:
-        labels, position_ids: the next tokens, and the tokens' positions: int64 [b, s].
+        labels: the next tokens, int64 [b, s].
+        position_ids: the tokens' positions, int64 [b, s].
         ahead: each layer's labels, int64 [D, b, s]; not None here.
         mask_ahead: True where a label in `ahead` counts, bool [D, b, s]; not None here.
     """
@@ -42,12 +43,10 @@ class RowsAhead(Protocol):
 
 
 class TokensAhead(nn.Module):
-    """The multi-token prediction layers; each reads the previous layer's hidden states.
+    """The multi-token prediction layers, each reading the previous layer's hidden states.
 
     Args:
-        context: build context.
-        layers: layer numbers.
-        first_place: index of the first of these layers in the chunk; the index decides whether a layer is recomputed or offloaded.
+        first_place: index of the first of these layers in the chunk. A layer's index decides whether it is recomputed or offloaded.
     """
 
     def __init__(self, context: BuildContext, layers: Sequence[int], first_place: int) -> None:
@@ -60,7 +59,7 @@ class TokensAhead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, head: ColumnParallelLinear, batch: RowsAhead, inputs: LayerInputs
     ) -> list[torch.Tensor]:
-        """Compute one weighted loss sum, a scalar, per layer from `hidden` [s(/t), b, h], the head's input for the next token."""
+        """Compute one weighted loss sum, a scalar, per layer. `hidden` [s(/t), b, h] is the head's input for the next token."""
         assert batch.ahead is not None and batch.mask_ahead is not None
         saved, choice = self.context.saved, self.context.recompute
         shared, tokens, sums = inputs.positions.tables.values(), batch.labels, []
@@ -82,7 +81,6 @@ class TokenAhead(nn.Module):
     """A layer that predicts one token further ahead than the layer before it.
 
     Args:
-        context: build context.
         layer: layer number, counted on from the model's own layers.
     """
 
@@ -107,11 +105,14 @@ class TokenAhead(nn.Module):
     def inputs(
         self, hidden: torch.Tensor, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys
     ) -> torch.Tensor:
-        """Embed the tokens ahead, int64 [b, s], and append `hidden` [s(/t), b, h] along the sequence: [2 s(/t), b, h]."""
+        """Embed the tokens ahead, int64 [b, s], and append `hidden` along the sequence.
+
+        `hidden` is [s(/t), b, h], the result [2 s(/t), b, h].
+        """
         return torch.cat((self.embedding(tokens, position_ids, keys), hidden))
 
     def forward(self, inputs: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-        """Run the layer on `inputs` [2 s(/t), b, h], and return [s(/t), b, h], to which the caller applies `norm`."""
+        """Run the layer on `inputs` [2 s(/t), b, h], and return [s(/t), b, h]. The caller applies `norm` to the result."""
         joined = self.context.saved.recomputed("norm", self._joined)(inputs)
         y: torch.Tensor = self.block(self.projection(joined), positions, keys)
         return y

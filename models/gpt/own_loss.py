@@ -10,10 +10,10 @@ from triaxis.models.gpt.losses import logit_options
 
 
 class LogitLosses(nn.Module):
-    """A loss that reads logits; subclasses implement `of_logits`.
+    """The base class for a loss that is computed from logits.
 
-    A loss that reads hidden states overrides `forward` instead; there, `head(x)` computes this rank's logit columns,
-    [s, b, V_padded/t].
+    A subclass defines `of_logits`. If its loss needs hidden states, it overrides `forward` instead. In `forward`, `head(x)` gives
+    this rank's logit columns [s, b, V_padded/t].
     """
 
     def __init__(self, context: BuildContext) -> None:
@@ -21,11 +21,14 @@ class LogitLosses(nn.Module):
         self.context = context
 
     def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
-        """Compute losses [s, b], equal on every tp rank, from the head's input x [s(/t), b, h] and int64 labels [b, s]."""
+        """Compute losses [s, b], equal on every tp rank. x [s(/t), b, h] is the head's input; labels are int64 [b, s]."""
         model, axis = self.context.model, self.context.region.axis
         logits = logit_options(model).shaped(head(x))
         return self.of_logits(VocabularyLogits.of(logits, axis, model.vocab_size), labels.t())
 
     def of_logits(self, logits: VocabularyLogits, labels: torch.Tensor) -> torch.Tensor:
-        """Compute losses [s, b], equal on every tp rank, from this rank's part of the logits and int64 labels [s, b]."""
+        """Compute losses [s, b], equal on every tp rank.
+
+        `logits` holds this rank's part of the vocabulary; labels are int64 [s, b].
+        """
         raise NotImplementedError(f"{type(self).__name__} gives no of_logits")

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class OwnNorm(nn.Module):
-    """A norm over the last dim that can first add `factor` times a branch to its input.
+    """A norm over the last dim that can first add a branch to its input.
 
     Args:
         norm: module x [.., h] -> [.., h].
@@ -19,7 +19,10 @@ class OwnNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, branch: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Without `branch`, return norm(x) for x [.., h]. With it, return y = x + factor * branch, and norm(y)."""
+        """Normalise x [.., h], after adding `branch` if given.
+
+        Returns norm(x), or with `branch` y = x + factor * branch and norm(y).
+        """
         if branch is None:
             normalised: torch.Tensor = self.norm(x)
             return normalised

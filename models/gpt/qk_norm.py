@@ -1,4 +1,4 @@
-"""Normalise queries and keys if the model has QK-norm, and rotate them if the layer rotates."""
+"""Normalise and rotate queries and keys, where the model does so."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ Split = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class NormalisedAndRotated(nn.Module):
-    """Splits a projection's output into queries, keys and values, then normalises and rotates queries and keys."""
+    """Splits a projection's output into queries, keys and values. Queries and keys are then normalised and rotated."""
 
     def __init__(self, context: BuildContext, name: str, split: Split) -> None:
         super().__init__()
@@ -29,25 +29,31 @@ class NormalisedAndRotated(nn.Module):
 
     @classmethod
     def of(cls, context: BuildContext, name: str, split: Split) -> Split:
-        """Build this module; or return `split`, which can also rotate, if there is no QK-norm and rotation is not recomputed."""
+        """Build this module, or return `split` if nothing is normalised or recomputed."""
         is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
         return split if is_rotation else cls(context, name, split)
 
     def forward(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split x into q [s, b, heads, d], k and v [s, b, kv_heads, d]; normalise and rotate q and k as the model asks."""
+        """Split x into q [s, b, heads, d], k and v [s, b, kv_heads, d].
+
+        q and k are normalised and rotated as the model asks.
+        """
         q, k, v = self.split(x, tables=None)
         over_all = self.context.model.qk_norm == "all_heads"
         q, k = self._all(q, k, tables) if over_all else self._each(q, k, tables)
         return q, k, v
 
     def _each(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise each head by itself if the model has QK-norm; then rotate q and k if the layer rotates."""
+        """Normalise each head by itself if the model has QK-norm, and rotate q and k."""
         again = self.context.saved.recomputed
         q = again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope))(q)
         return q, again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope))(k)
 
     def _all(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise over all of a token's heads, then rotate. The squares' sums over tp (an all-reduce) are never recomputed."""
+        """Normalise over all of a token's heads, then rotate.
+
+        The squares' sums over tp (an all-reduce) are never recomputed.
+        """
         context, model = self.context, self.context.model
         replicas = max(1, context.region.axis.size // model.kv_heads)
         sums = squares(q, k, context.region.axis, replicas, context.kernels.fusion)
@@ -66,7 +72,7 @@ class NormalisedAndRotated(nn.Module):
     def _normalise_and_rotate(
         self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None
     ) -> torch.Tensor:
-        """Normalise and rotate queries or keys [s, b, heads, d]; return x itself if the model does neither."""
+        """Normalise and rotate queries or keys [s, b, heads, d], where the model does so."""
         if norm is not None:
             x = self.kernel(x, norm.tracked())
         return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)

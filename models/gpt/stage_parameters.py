@@ -44,7 +44,7 @@ def stage_parameters(
 
 
 def _num_uses(model: ModelConfig, stage: StageContents, name: str) -> int:
-    """Count the uses of a parameter in the stage; multi-token prediction layers also use the head and the word embedding."""
+    """Count the uses of a parameter in the stage. Multi-token prediction layers also use the head and the word embedding."""
     heads = stage.has_head + stage.num_mtp
     if name == "head.weight":
         return heads

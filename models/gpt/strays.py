@@ -1,16 +1,15 @@
-"""A check that refuses strays: chunk state that `models/specs.py` does not list.
+"""Refuse strays, which are a chunk's state that `models/specs.py` does not list.
 
-Checkpoints omit a stray, ranks do not add up its gradients, and `triaxis verify` does not compare it. Each rank would train its own
-model, and no number would show it. A chunk is checked twice; the left column says when, the right what is checked:
+Checkpoints omit a stray, and ranks do not add up its gradients. Each rank would train its own model unnoticed. A chunk is checked
+twice:
 
     when it is built                   parameters and persistent buffers of its modules, also of modules in lists, tuples and dicts
-    in its first forward and backward  leaves of the autograd graph, since a closure or an object may hold tensors too
+    in its first forward and backward  leaves of the autograd graph, which closures and other objects may hold
 
-The second check ends before the first update and removes itself, so later steps do not pay for it. A recomputed function records no
-graph in the forward, so its first replay is checked.
+A recomputed function records no graph in the forward, so its first replay is checked.
 
-The checks miss tensors without a gradient that no module holds as a buffer, since such tensors may be constants. The checks also
-miss a closure's tensors in layers that no gradient reaches, or in a run without a backward.
+The checks miss tensors without a gradient that no module holds as a buffer. They also miss a closure's tensors in layers that no
+gradient reaches.
 """
 
 import re
@@ -34,7 +33,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Mapping[str, ShardedParameter]) -> None:
-    """Check the tensors that a chunk's modules hold now, and the tensors that its first forward with a graph trains.
+    """Check the tensors that a chunk's modules hold now and those that it trains.
 
     Args:
         chunk: module called with a tensor or None, and a microbatch.
@@ -78,8 +77,8 @@ class _Place:
 
     Attributes:
         owner: class of the innermost enclosing module that `triaxis.models` or an extension defines.
-        path: path from the chunk to that module, with a star instead of the layer number.
-        attribute: path from that module to the place.
+        path: path from the chunk to the owner, with a star instead of the layer number.
+        attribute: path from the owner to the place.
     """
 
     owner: type
@@ -100,7 +99,7 @@ class _Place:
 
 
 def _state(module: nn.Module, place: _Place, seen: set[int]) -> Iterator[tuple[_Place, torch.Tensor]]:
-    """Yield the parameters and persistent buffers of a module and of all modules that it holds in any way, with their places."""
+    """Yield all parameters and persistent buffers that a module holds, with their places."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -129,9 +128,9 @@ def _look_at_graph(
     listed: frozenset[int],
     describe: Callable[[str, torch.Tensor], str],
 ) -> None:
-    """Refuse leaves in the output's graph that are neither inputs nor `listed`; check recomputed functions when they replay.
+    """Refuse leaves in the output's graph that are neither inputs nor `listed`.
 
-    `describe(reader, leaf)` writes a stray's entry in the message.
+    Recomputed functions are checked when they replay. `describe(reader, leaf)` writes a stray's entry in the message.
     """
     legal = listed | {id(each) for each in inputs}
     look: Callable[[Sequence[object], torch.Tensor], None] = partial(_look_at_graph, listed=listed, describe=describe)
@@ -146,9 +145,9 @@ def _look_at_graph(
 
 
 def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
-    """Yield (reader, node) once for each node in the output's graph.
+    """Yield a reader's name and a node, for each node in the output's graph.
 
-    `reader` names one operation that uses the node's result; "" for the output's own node.
+    The reader uses the node's result. Its name is "" for the output's own node.
     """
     waiting = [] if output.grad_fn is None else [("", output.grad_fn)]
     seen = {node for _, node in waiting}
@@ -162,13 +161,13 @@ def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
 
 
 def _leaf(node: Node) -> torch.Tensor | None:
-    """Return the leaf tensor into which this node accumulates a gradient; None if it is no such node."""
+    """Return the leaf tensor into which this node accumulates a gradient, else None."""
     accumulates: Any = node
     return accumulates.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def _file_of(owner: type) -> str:
-    """Path to the file that defines a class: relative to the package, but the full path for an extension's file."""
+    """Path to the file that defines a class, relative to the package. An extension's file has its full path."""
     if owner.__module__.startswith(PRIVATE):
         return str(sys.modules[owner.__module__].__file__)
     return f"{owner.__module__.removeprefix('triaxis.').replace('.', '/')}.py"
@@ -182,7 +181,7 @@ def _entry_of_leaf(sizes: Mapping[int, str], where: str, reader: str, leaf: torc
 def _entry(sizes: Mapping[int, str], what: str, state: torch.Tensor, name: str, file: str, attribute: str) -> str:
     """Describe a stray, with the two lines of code that register it.
 
-    `sizes` maps a dim's size to its config field; the entry shows the field, since `triaxis verify` shrinks models.
+    `sizes` maps a dim's size to its config field. The entry shows the field, since `triaxis verify` shrinks models.
     """
     shape = ", ".join(str(sizes.get(size, size)) for size in state.shape) + ("," if state.ndim == 1 else "")
     if not state.requires_grad:

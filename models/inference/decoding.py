@@ -15,9 +15,8 @@ from triaxis.models.inference.kv_cache import Cached, CachedLatents
 class DecodingChunk(GPTChunk):
     """Chunk that generates with another chunk's parameters, without dropout.
 
-    Sequence parallelism is off, because one token cannot be split along the sequence. Every tp rank then holds whole activations,
-    and computes the same share of each matrix product as in training. A growing text never has the same shape twice, so nothing is
-    compiled. As in all inference, no operand is in FP8.
+    Sequence parallelism is off, because one token cannot be split along the sequence. Every tp rank then holds whole activations.
+    Nothing is compiled, because a growing text never has the same shape twice. No operand is in FP8.
     """
 
     def __init__(self, chunk: GPTChunk) -> None:
@@ -36,7 +35,7 @@ class DecodingChunk(GPTChunk):
         self.train(False)
 
     def without_cache(self) -> str:
-        """Return the class name of the first layer part (from an extension) that has no cache; "" if every layer has one."""
+        """Class name of the first layer part without a cache, or ""."""
         for block in self.blocks:
             attention = getattr(block, "attention", None)
             if not isinstance(getattr(attention, "mixer", None), Cached):
@@ -48,11 +47,13 @@ class DecodingChunk(GPTChunk):
         return [cast(Cached, cast(Block, block).attention.mixer) for block in self.blocks]
 
     def decode(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Compute the forward of new tokens and cache them: a prompt while the caches are empty, later one token per call.
+        """Compute the forward of new tokens, and cache their keys and values.
+
+        The first call takes a prompt, each later call one token.
 
         Returns:
-            Hidden states [s, 1, h] for the next stage. On the last stage, this rank's columns of the logits for the token after the
-            last one read, [1, 1, V_padded/t].
+            Hidden states [s, 1, h] for the next stage. On the last stage, this rank's logit columns [1, 1, V_padded/t] for the
+            token after the new ones.
         """
         hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden[-1:])

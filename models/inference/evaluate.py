@@ -1,13 +1,13 @@
-"""Compute a text's loss under a model, using windows that predict each token exactly once.
+"""Compute a text's loss under a model, in windows that predict each token once.
 
     inputs    eod t0 t1 t2 t3 t4 ..        the text as a separate document, after the end of another
     labels    t0  t1 t2 t3 t4 t5 ..
 
     window 0  |--- seq_length ---|         all labels are counted
-    window 1        |--- seq_length ---|   `stride` further: window 0's labels are context, not counted again
+    window 1        |--- seq_length ---|   starts `stride` tokens later; window 0's labels are not counted again
 
-With stride = seq_length, the model reads each token once. A smaller stride costs more forwards, and gives each token at least
-seq_length - stride tokens of context (except at the start of the text).
+With stride = seq_length, the model reads each token once. A smaller stride costs more forwards. Each token then has at least
+seq_length - stride tokens of context, except at the start of the text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ from triaxis.models.inference.load import LoadedModel
 
 
 class TokenSource(Protocol):
-    """A text of `num_tokens` token ids; `read` returns ids `start` to `stop` - 1, or fewer at the end of the text."""
+    """A text of `num_tokens` token ids. `read` returns ids `start` to `stop` - 1, or fewer at the end of the text."""
 
     num_tokens: int
 
@@ -45,12 +45,15 @@ class ListedTokens:
         self.num_tokens = len(self._tokens)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens `start` to `stop` - 1; fewer at the end of the text."""
+        """Return tokens `start` to `stop` - 1."""
         return self._tokens[start:stop]
 
 
 class CorpusTokens:
-    """A text that consists of a `.bin/.idx` pair's documents, in stored order, cut off after `num_tokens` tokens (None: uncut)."""
+    """A text that consists of a `.bin/.idx` pair's documents, in stored order.
+
+    `num_tokens` cuts the text off; None: it is whole.
+    """
 
     def __init__(self, corpus: IndexedTokens, num_tokens: int | None = None) -> None:
         self._corpus = corpus
@@ -60,7 +63,7 @@ class CorpusTokens:
         self.num_tokens = total if num_tokens is None else min(num_tokens, total)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens `start` to `stop` - 1; fewer at the end of the text."""
+        """Return tokens `start` to `stop` - 1."""
         stop = min(stop, self.num_tokens)
         parts = [np.empty(0, np.int64)]
         document = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -74,7 +77,9 @@ class CorpusTokens:
 
 
 class Windows:
-    """Dataset whose sample i is window i of a text. Samples after the last window have no labels that count in the loss.
+    """Dataset whose sample i is window i of a text.
+
+    Samples after the last window have no labels that count in the loss.
 
     Args:
         text: source of the tokens.
@@ -112,17 +117,17 @@ class Windows:
         return Sample(tokens, counted, self.lengths(index))
 
     def lengths(self, index: int) -> tuple[int, ...]:
-        """Return the document lengths in a window: one length, since a text is read as one document."""
+        """Return a window's document lengths, here one, since a text is one document."""
         return (self.seq_length + 1,)
 
 
 def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[float, int]:
-    """Sum the losses, in nats, of all labels that count in the loss, over all `steps` and ranks.
+    """Sum the losses, in nats, of all labels that count, over all `steps` and ranks.
 
     Every rank returns the same values: (sum of losses, number of labels summed).
 
     Args:
-        steps: for each global batch, this data-parallel rank's microbatches; every step must have the same number of them.
+        steps: this data-parallel rank's microbatches for each global batch, equally many in every step.
 
     Raises:
         DivergenceError: the experts' buffers were too small for the tokens; raised on every rank.

@@ -2,12 +2,11 @@
 
     prompt  --one forward of its tokens-->  caches filled, logits  --draw-->  token  --one forward of it-->  logits ..
 
-Each forward is one forward-only pipeline pass. The last stage gathers its logits over tp, draws a token, and sends it to the other
-stages. Draws are stateless: the noise is a function of (seed, token position in the text). Every layout therefore writes the
-same text, with or without a cache.
+The last stage gathers its logits over tp, draws a token, and sends it to the other stages. A draw's noise is a function of (seed,
+token position in the text). Every layout therefore writes the same text, with or without a cache.
 
-The model reads at most `window` tokens, at positions 0 .. window - 1, as in training. When the text fills the window, its last half
-becomes a new prompt.
+The model reads at most `window` tokens, at positions 0 .. window - 1, as in training. When the text fills the window, the last half
+of the window becomes a new prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,10 @@ from triaxis.models.inference.decoding import DecodingChunk
 
 
 class Model(Protocol):
-    """What generation needs to know of a model; a training engine (`triaxis.engine.step.Engine`) and a `LoadedModel` provide it."""
+    """What generation needs to know of a model.
+
+    A training engine (`triaxis.engine.step.Engine`) and a `LoadedModel` provide it.
+    """
 
     @property
     def config(self) -> Config: ...
@@ -47,9 +49,8 @@ class Sampling:
 
     Attributes:
         temperature: divisor for the logits; 0: always choose the most likely token.
-        top_k: number of most likely tokens to draw from (plus any tied with the last); None: all.
-        top_p: draw from the fewest most likely tokens whose probabilities add up to at least this (1904.09751), after top_k is
-            applied; None: all.
+        top_k: number of most likely tokens to draw from, plus any tied with the last; None: all.
+        top_p: sum of probabilities at which the list of most likely tokens ends, after top_k (1904.09751); None: all.
         seed: noise seed.
     """
 
@@ -62,7 +63,7 @@ class Sampling:
 def generate(
     model: Model, prompt: Sequence[int], num_tokens: int, *, temperature: float = 1.0, seed: int = 0
 ) -> list[int]:
-    """Draw `num_tokens` tokens that continue `prompt`, as `stream` does, and return them in a list."""
+    """Draw `num_tokens` tokens that continue `prompt`, as `stream` does."""
     return list(stream(model, prompt, num_tokens, Sampling(temperature, seed=seed)))
 
 
@@ -75,7 +76,9 @@ def stream(
     window: int | None = None,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that continue `prompt`, one at a time. Every rank yields the same tokens.
+    """Yield the tokens that continue `prompt`, one at a time.
+
+    Every rank yields the same tokens.
 
     Args:
         prompt: at least one token id; if longer than the window, only its last half window is read.
@@ -103,7 +106,7 @@ def stream(
 
 
 class Decoder:
-    """Continues one sequence with this rank's chunks, their caches, and the pipeline between ranks.
+    """Continues one sequence with this rank's chunks and their caches.
 
     Args:
         model: model to decode with; each call uses its current weights.
@@ -137,9 +140,9 @@ class Decoder:
                 cache.forget(self._places)
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Read tokens (a prompt, then one at a time); return the logits [V] for the token after them.
+        """Read tokens, and return the logits [V] for the token after them.
 
-        Ranks without the last stage return None.
+        The first call reads a prompt, each later call one token. Ranks without the last stage return None.
         """
         topology = self._topology
         # Activations between stages are as long as the tokens just read, so each pass has its own shape.
@@ -157,7 +160,10 @@ class Decoder:
         return topology.axis("tp").all_gather(outputs[0][0, 0], "generation").wait()[: self._vocab_size]
 
     def next_token(self, tokens: Sequence[int], sampling: Sampling, place: int) -> int:
-        """Read tokens and draw the token after them, at position `place` in the text; every rank returns the same token."""
+        """Read tokens and draw the token after them, the same on every rank.
+
+        `place` is the drawn token's position in the text.
+        """
         logits = self.logits(tokens)
         # All tp ranks of the last stage draw alike from the gathered logits; the other stages receive the token.
         token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
@@ -169,11 +175,10 @@ class Decoder:
 
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
-    """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) samples their softmax.
+    """Draw one token id from logits [V] on the CPU.
 
-    `place` is the drawn token's position in the text. Each token id has its own noise, so rounding one logit does not shift
-    any other token's share. (It would if one random number were compared with the cumulative sum.) Layouts whose logits differ by
-    rounding thus rarely draw different tokens.
+    argmax(logits / temperature + Gumbel noise) samples the logits' softmax. `place` is the drawn token's position in the text. Each
+    token id has its own noise, so layouts whose logits differ by rounding rarely draw different tokens.
     """
     if sampling.temperature == 0.0:
         return int(logits.argmax())
@@ -189,7 +194,7 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
 
 
 def _gumbel(seed: int, place: int, num: int) -> torch.Tensor:
-    """Compute standard Gumbel noise -log(-log(u)), float64 [num], as a function of (seed, place, token)."""
+    """Compute standard Gumbel noise, float64 [num], from seed, place and token."""
     words = mix_words_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
     # Use the top 53 bits, plus a half so that u is never 0 or 1.
     u = (shift_right(words, 11).double() + 0.5) * 2.0**-53

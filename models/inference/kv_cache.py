@@ -1,11 +1,10 @@
-"""Cache the keys and values of past tokens, so that each new token costs only its own forward.
+"""Cache the keys and values of past tokens.
 
     prompt, p tokens      fills places 0 .. p - 1 of every layer; attention among them is causal
     one token more        fills place p; its query reads places 0 .. p
 
-A rank caches only keys and values that it computes anyway: for its chunks' layers, and for the key/value heads that it holds (whole
-heads, even if several ranks hold the same one). Keys are cached after QK-norm and RoPE and do not change again. With latent
-attention, each tp rank caches every token's whole latent and rotated key, which all heads share.
+A rank caches the keys and values that it computes anyway, for its chunks' layers and its key/value heads. Keys are cached after
+QK-norm and RoPE. With latent attention, each tp rank caches every token's whole latent and rotated key, which all heads share.
 """
 
 from collections.abc import Sequence
@@ -21,13 +20,12 @@ from triaxis.models.gpt.latent_attention import LatentKeys
 
 @dataclass(kw_only=True, eq=False)
 class Cached(Mixer):
-    """Mixer with a cache: new tokens attend to themselves and to the text's earlier tokens.
+    """Mixer with a cache, in which new tokens also attend to the text's earlier tokens.
 
     Attributes:
         places: number of tokens the cache can hold.
         length: number of filled places.
-        cache: one tensor [1, n_i, places, d_i] for keys and one for values, or one for latents, with n_i heads of size d_i. Empty
-            before the prompt.
+        cache: tensors [1, n_i, places, d_i], with n_i heads of size d_i: keys and values, or latents. Empty before the prompt.
     """
 
     places: int = 0
@@ -41,7 +39,10 @@ class Cached(Mixer):
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Append new tokens' rows [s, 1, n_i, d_i], and attend from q [s, 1, n, d] to all rows so far -> [s, 1, n * d_v]."""
+        """Append new tokens' rows [s, 1, n_i, d_i], and attend to all rows so far.
+
+        Takes q [s, 1, n, d]; returns [s, 1, n * d_v].
+        """
         q, *rows = heads_first(q, *rows)
         rows = self.extended(rows)
         if q.shape[2] == 1:
@@ -49,7 +50,7 @@ class Cached(Mixer):
         return self.core((q, *rows), self.kernels.choices.attention, mask, keys, 0)
 
     def extended(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Append rows [1, n_i, s, d_i] to the cache; return all rows so far, [1, n_i, length, d_i], as views of the cache."""
+        """Append rows [1, n_i, s, d_i], and return views of all rows so far. The views are [1, n_i, length, d_i]."""
         s = rows[0].shape[2]
         assert self.length == 0 or s == 1, (
             "first the prompt, then one token at a time: attention has a mask for these only"
@@ -69,15 +70,15 @@ class Cached(Mixer):
 
 @dataclass(kw_only=True, eq=False)
 class CachedLatents(Cached):
-    """Mixer that caches latents instead of keys and values: new tokens attend to the latents of all tokens so far."""
+    """Mixer that caches latents instead of keys and values."""
 
     made: LatentKeys
 
     def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
         """Attend from one query q [1, n, 1, dr + dn] to latents [1, 1, length, r_kv + dr] -> [1, 1, n * dv].
 
-        Keys W_k c and values W_v c are never computed from the cached latents c. The logit q_n . W_k c, with q_n the part of q that
-        does not rotate, equals (W_k^T q_n) . c; and the weighted sum of W_v c equals W_v times the weighted sum of c.
+        Keys W_k c and values W_v c are never computed from the cached latents c. For q_n, the part of q that does not rotate, the
+        logit q_n . W_k c equals (W_k^T q_n) . c. The weighted sum of W_v c equals W_v times the weighted sum of c.
         """
         (q, latents), mla = tensors, self.made.mla
         of_keys, of_values = self.made.weight.weight().split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)

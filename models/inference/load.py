@@ -1,9 +1,8 @@
-"""Load a GPT for inference, keeping only weights for this rank's layout.
+"""Load a GPT for inference, with only the weights for this rank's layout.
 
     checkpoint of any layout  --pieces that meet this rank's boxes-->  one flat tensor of weights  ->  chunks
 
-There are no main grads, masters or moments, so a parameter takes 2 bytes in bf16, instead of 18 in training. No initial
-weights are drawn.
+A parameter takes 2 bytes in bf16, instead of 18 in training with main grads, masters and moments.
 """
 
 from collections.abc import Sequence
@@ -42,11 +41,12 @@ class LoadedModel:
 def load_model(
     candidate: Candidate, config: Config, topology: Topology, which: WhichWeights = "trained"
 ) -> LoadedModel:
-    """Build this rank's chunks in evaluation mode with weights from the checkpoint; every rank calls it.
+    """Build this rank's chunks in evaluation mode with weights from the checkpoint.
+
+    Every rank calls it.
 
     Raises:
-        CheckpointError: some rank cannot load its part, because the checkpoint is damaged, belongs to another model or lacks the
-            weights `which`. Raised on every rank.
+        CheckpointError: the checkpoint is damaged, belongs to another model or lacks the weights `which`. Raised on every rank.
     """
     sizes, stages = topology.sizes, stages_of(config)
     mine = [stages[stage] for stage in of_forward(sizes, 1).placement.stages_on(topology.coordinates.pp)]
@@ -73,11 +73,11 @@ def load_model(
 
 
 def for_reading(config: Config) -> Config:
-    """Adapt a config to forward-only use: nothing is recomputed or offloaded, and no gradient is computed.
+    """Adapt a config to forward-only use.
 
-    Logits are still computed for a limited number of tokens at a time. Kernels that compute or use gradients are replaced by
-    plain ones, so the configured ones need not run on this device. No operand, weights included, is in FP8: the scale of a token's
-    activations would depend on the other tokens in its batch.
+    Nothing is recomputed or offloaded, and no gradient is computed. Kernels that compute or use gradients are replaced by plain
+    ones, so the configured ones need not run on this device. No operand is in FP8, where a token's scale would depend on the
+    other tokens in its batch.
     """
     without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
     return config.model_copy(
@@ -93,7 +93,7 @@ def for_reading(config: Config) -> Config:
 
 
 def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
-    """Refuse a checkpoint with tensors that this model lacks; the loader only checks that it has all of the model's tensors."""
+    """Refuse a checkpoint with tensors that this model lacks."""
     strangers = sorted(candidate.manifest.tensors.keys() - {spec.name for spec in model_specs(config.model)})
     if strangers:
         raise CheckpointError(
@@ -110,10 +110,10 @@ def _allocate(
     manifest: Manifest,
     which: WhichWeights,
 ) -> list[Shard]:
-    """Allocate one flat tensor for all trained parameters; return the logical parts to fill (padding stays zero).
+    """Allocate one flat tensor for all trained parameters, and return the logical parts to fill.
 
-    Parameters are in forward order, so that weights that share a GEMM are adjacent and stay one matrix. Untrained parameters
-    use the accumulation dtype, as in training: with a rounded bias, a router would choose other experts.
+    Padding stays zero. Parameters are in forward order, so weights that share a GEMM stay one matrix. Untrained parameters use the
+    accumulation dtype. With a rounded bias, a router would choose other experts.
     """
     trained = [parameter.record.numel for parameter in parameters if parameter.record.spec.is_trained]
     flat = torch.zeros(sum(trained), dtype=dtype, device=device)

@@ -1,9 +1,8 @@
-"""Record each model part's outputs in a forward pass, reduced to few numbers, to compare two layouts.
+"""Record each model part's outputs in a forward pass, to compare two layouts.
 
-A site is `embedding`, `layers.N.attention`, `layers.N.mlp` (the branches), `layers.N` (the residual stream after the layer),
+A site is `embedding`, `layers.N.attention` or `layers.N.mlp` (the branches), `layers.N` (the residual stream after the layer),
 `token_losses` or `loss` (the sum over a microbatch). A multi-token prediction layer also has `layers.N.embedding` and
-`layers.N.losses`. An output [s, b, h] is reduced to one number per token: its product with a fixed random vector. One
-number is enough to see any difference, and small enough to write to a file.
+`layers.N.losses`. An output [s, b, h] is reduced to one number per token: its product with a fixed random vector.
 """
 
 import sys
@@ -24,7 +23,7 @@ OF_LAYER = ("embedding", "attention", "mlp", "", "losses")
 
 
 def site_order(name: str, num_layers: int) -> int:
-    """Sort key for a site: its position in the forward of a model with `num_layers` layers of its own."""
+    """Sort key for a site, by its position in the forward. The model has `num_layers` layers of its own."""
     if name == "embedding":
         return 0
     if name == LOSS:
@@ -39,10 +38,10 @@ def site_order(name: str, num_layers: int) -> int:
 
 
 class Probes:
-    """Outputs recorded while `open` is active, in `values`: {site: {samples: output}}.
+    """Outputs recorded while `open` is active, in `values` by site and samples.
 
-    An output is float64 [s] (or [s/t], this rank's part of the sequence) for one sample, whose id is the key. The loss is [1]; its
-    key has the ids of all the microbatch's samples.
+    An output is float64 [s] for one sample, whose id is the key. It is [s/t] if this rank has a part of the sequence. The loss
+    is [1], and its key has the ids of all the microbatch's samples.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -52,7 +51,7 @@ class Probes:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Record the chunks' forwards; a forward that is recomputed in the backward is not recorded again."""
+        """Record the chunks' forwards, except those that the backward recomputes."""
         hooks = []
         for chunk in self._chunks:
             hooks.append(chunk.register_forward_pre_hook(self._begin))
@@ -105,7 +104,7 @@ def _sites(chunk: GPTChunk) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _sites_of(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a layer's sites; a block from an extension may have no attention or MLP module."""
+    """Yield a layer's sites. A block from an extension may have no attention or MLP module."""
     parts = {part: getattr(block, part, None) for part in ("attention", "mlp")}
     yield from ((f"{name}.{part}", each) for part, each in parts.items() if isinstance(each, nn.Module))
     yield name, block

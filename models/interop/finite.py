@@ -17,7 +17,7 @@ def check_finite(values: torch.Tensor, name: str, source: object) -> None:
         source: folder the tensor was read from, for the message.
 
     Raises:
-        CheckpointError: some elements are not finite; the error has the tensor's name and the number of such elements.
+        CheckpointError: some elements are not finite. The error has the tensor's name and the number of such elements.
     """
     parts = values.reshape(-1).split(_ELEMENTS)
     wrong = sum(part.numel() - int(part.isfinite().sum()) for part in parts)

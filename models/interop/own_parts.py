@@ -1,14 +1,15 @@
-"""Refuse to export models with user-written parts, which no other software has code for."""
+"""Refuse to export models with user-written parts, which other software lacks."""
 
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 
 
 def refuse_own_parts(model: ModelConfig, other: str) -> None:
-    """Check that a model has only built-in parts. An extension's loss is allowed: an export does not contain the loss.
+    """Check that a model has only built-in parts.
+
+    An extension's loss is allowed, because an export does not contain the loss.
 
     Args:
-        model: model to export.
         other: name of the software that would read the export.
 
     Raises:

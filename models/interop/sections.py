@@ -10,7 +10,9 @@ from triaxis.engine.errors import ConfigError, shown
 
 
 def checked_model(model: Mapping[str, Any], problems: Sequence[str], source: str) -> tuple[dict[str, Any], ModelConfig]:
-    """Validate `model` fields; return the fields that are given, and the section built from them.
+    """Validate `model` fields.
+
+    Returns the fields that are given, and the section built from them.
 
     Args:
         model: fields under our names; a field that is None counts as not given.
@@ -18,7 +20,7 @@ def checked_model(model: Mapping[str, Any], problems: Sequence[str], source: str
         source: file name for the error message.
 
     Raises:
-        ConfigError: `problems` is not empty, or fields have illegal values; the error lists all of them.
+        ConfigError: `problems` is not empty, or fields have illegal values.
     """
     if problems:
         raise ConfigError(problems, source)

@@ -1,1 +1,1 @@
-"""Reads and writes a checkpoint's files: tensors, and a manifest with fingerprints."""
+"""Reads and writes a checkpoint's tensors and manifest."""

@@ -1,14 +1,14 @@
-"""Describes pieces of tensors as boxes, so that one layout's pieces can be cut again for another.
+"""Describes tensor pieces as boxes, so that another layout can load them.
 
-A rank owns a flat range in the row-major local box of a parameter (`layout/param_layout.Segment`). Such a range consists of at most
-2n - 1 boxes of the global tensor, each contiguous in the range:
+A rank owns a flat range in the row-major local box of a parameter (`layout/param_layout.Segment`). In n dims, such a range consists
+of at most 2n - 1 boxes, each contiguous in the range:
 
     local box [0:4, 8:12] of a tensor [4, 16], flat range [2, 13)        . . x x    head   [0:1, 10:12]   range 2..4
                                                                          x x x x    middle [1:3,  8:12]   range 4..12
                                                                          x x x x
                                                                          x . . .    tail   [3:4,  8:9 ]   range 12..13
 
-To load one layout's pieces into another layout, the loader intersects their boxes; each intersection is one strided copy.
+To load a piece into another layout, the loader intersects boxes. Each intersection is one strided copy.
 """
 
 import math
@@ -18,10 +18,10 @@ from triaxis.engine.layout.shard_spec import Box
 
 
 def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Yield the global tensor's boxes that make up the flat range [start, stop) of the row-major `box`.
+    """Yield the boxes that make up the flat range [start, stop) of the row-major `box`.
 
-    Each item is (part, start): a box that is contiguous in `box`, and the row-major index of its first element in `box`. Items are
-    in order.
+    Items are in order. Each item is (part, start). `part` is a box of the global tensor, contiguous in `box`. `start` is the
+    row-major index in `box` of the part's first element.
     """
     assert 0 <= start <= stop <= math.prod(box_shape(box)), f"the range [{start}, {stop}) leaves the box {box}"
     if start == stop:
@@ -53,7 +53,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """Return the common part of two boxes; None if they are disjoint."""
+    """Return the common part of two boxes, or None if they are disjoint."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 

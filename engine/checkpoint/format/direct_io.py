@@ -1,8 +1,7 @@
-"""Direct file access past the page cache (O_DIRECT), in whole aligned blocks, one step ahead of the disk.
+"""Reads and writes files past the page cache with O_DIRECT, in whole aligned blocks.
 
-A checkpoint is written once and read once. Caching it would evict the data that training reads, and the copy into the cache takes
-CPU time. On one machine, `dd` of 1 GiB used 1.8 s of a core with fsync and 0.25 s with direct access. If a file system has no
-direct access, or needs another alignment, the same blocks go through the cache.
+A thread works one step ahead of the disk. Caching a checkpoint would evict the data that training reads, and take CPU time. If a
+file system has no direct access, or needs another alignment, the same blocks go through the cache.
 """
 
 import errno
@@ -34,11 +33,11 @@ def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: in
 
     Args:
         path: path of the new file.
-        contents: 1-D uint8 tensors in host memory, consecutive in the file; a thread iterates over them while blocks are written.
+        contents: 1-D uint8 tensors in host memory, consecutive in the file, iterated over in a thread.
         staging_bytes: length of each of the two buffers, a multiple of `BLOCK_BYTES`.
 
     Raises:
-        OSError: the disk is full, the folder cannot be written, ...; a partial file is left.
+        OSError: the file cannot be written; a partial file is left.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -59,7 +58,10 @@ def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: in
 
 
 def _packed(contents: Iterable[torch.Tensor], staging_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Pack the contents into two alternating buffers; yield (buffer, filled bytes), where only the last may be partly filled."""
+    """Pack the contents into two alternating buffers, and yield (buffer, filled bytes).
+
+    Only the last buffer may be partly filled.
+    """
     buffers = [aligned_buffer(staging_bytes), aligned_buffer(staging_bytes)]
     filled = 0
     for content in contents:
@@ -102,7 +104,7 @@ def read_range(descriptor: int, buffer: torch.Tensor, offset: int, num_bytes: in
 
 
 def set_direct(descriptor: int, direct: bool) -> None:
-    """Switch an open file's direct access; a file system without it (EINVAL) keeps using its cache."""
+    """Switch an open file's direct access. A file system without direct access (EINVAL) keeps using its cache."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
@@ -112,7 +114,7 @@ def set_direct(descriptor: int, direct: bool) -> None:
 
 
 def _retried(descriptor: int, call: Callable[[], int]) -> int:
-    """Run `call`; if the file system refuses these blocks (EINVAL), run it once more through the cache."""
+    """Run `call`. If the file system refuses the blocks with EINVAL, `call` runs once more through the cache."""
     try:
         return call()
     except OSError as error:
@@ -123,7 +125,7 @@ def _retried(descriptor: int, call: Callable[[], int]) -> int:
 
 
 def one_ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """Yield the items; a thread computes the next item while the caller uses the present one."""
+    """Yield the items. A thread computes the next item while the caller uses the present one."""
     end = object()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-ahead") as thread:
         following = thread.submit(next, items, end)

@@ -2,17 +2,14 @@
 
     fingerprint(kind) = sum over the kind's tensors, rows r and columns c of (word[r, c] + golden) R(r) C(c)   mod 2^64
 
-`word` is an element's raw bits as a signed integer. For 8-byte elements, the upper half is folded into the lower half, since round
-numbers have only an upper half. A column is an index along the last dim; a row is the row-major index over all other dims.
-R and C are pseudo-random odd numbers: mix64(key(kind, name) + (index + 1) golden) | 1, with golden = GOLDEN. This is multilinear
-hashing modulo a power of two (Lemire, Kaser, "Strongly universal string hashing is fast", 2014). Each coefficient is a product
-R(r) C(c): tensors are cut into boxes, and a box then needs only one number per row and per column.
+`word` is an element's raw bits as a signed integer. For 8-byte elements, the upper half is folded into the lower half. A column is
+an index along the last dim. A row is the row-major index over all other dims. R and C are pseudo-random odd numbers:
+mix64(key(kind, name) + (index + 1) golden) | 1, with golden = GOLDEN. This is multilinear hashing modulo a power of two (Lemire,
+Kaser, "Strongly universal string hashing is fast", 2014). A box of a tensor needs only one coefficient per row and per column.
 
-An integer sum depends neither on order nor on layout. Factors are odd, so changing one element always changes the sum. Swapping
-elements, rows or tensors changes it too, except in one case in billions. Each element counts once, on the data-parallel owner in
-the first replica. Adding golden makes zeros count too.
-
-Hashing takes as long as a save or a load on a fast disk, so it is kept to one product and one addition per element.
+The sum depends neither on order nor on layout. Changing one element always changes the sum. Swapping elements, rows or tensors
+changes it too, except in one case in billions. Each element counts once, on the data-parallel owner in the first replica. Adding
+golden makes zeros count too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,14 +52,14 @@ def to_text(fingerprint: int) -> str:
 
 
 def describe(fingerprints: Mapping[Kind, str]) -> str:
-    """Format fingerprints for a log line: `master 0123456789abcdef, exp_avg ..`."""
+    """Format fingerprints for a log line, as `master 0123456789abcdef, exp_avg ..`."""
     return ", ".join(f"{kind} {value}" for kind, value in fingerprints.items())
 
 
 def _weighted_sum(
     values: torch.Tensor, key: str, shape: tuple[int, ...], parts: Sequence[Box], chunk_numel: int
 ) -> int:
-    """Compute the fingerprint sum over the boxes that make up `values`, in order, on the device of `values`; in [0, 2^64)."""
+    """Compute the fingerprint sum, in [0, 2^64), over `values`, which fill `parts` in order."""
     bits = values.detach().view(SAME_SIZE_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     words = torch.empty(min(chunk_numel, len(bits)), dtype=torch.int64, device=bits.device)
@@ -99,7 +96,7 @@ def _coefficients(key: str, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _row_indices(shape: tuple[int, ...], box: Box, device: torch.device) -> torch.Tensor:
-    """Return row-major indices, in the whole tensor, for the elements in a box; int64 [numel], in box order."""
+    """Return the row-major index in the whole tensor of each element in a box, int64 [numel]."""
     indices = torch.zeros(1, dtype=torch.int64, device=device)
     for size, (low, high) in zip(shape, box, strict=True):
         indices = (indices.view(-1, 1) * size + torch.arange(low, high, device=device)).view(-1)

@@ -1,13 +1,13 @@
-"""Writes and reads the manifest, which describes a checkpoint as JSON that people can read too.
+"""Writes and reads the manifest, which describes a checkpoint as readable JSON.
 
     step_00001000/
-        manifest.json            this file: the run's state, and place and hash of every piece of every tensor
-        manifest.sha256          hash of manifest.json; `sha256sum -c manifest.sha256` checks it
-        rank_00000.safetensors   rank 0's part: one 1-D tensor per piece, named kind:name@index (index of its first element)
+        manifest.json            the run's state, and the place and hash of every piece of every tensor
+        manifest.sha256          hash of manifest.json, which `sha256sum -c manifest.sha256` checks
+        rank_00000.safetensors   rank 0's pieces as 1-D tensors, named kind:name@index with the index of the first element
         rank_00001.safetensors   ..
 
-A piece is a flat range in the row-major local box of one parameter (see `boxes.py`). It is at most `PIECE_BYTES` long, which bounds
-a reader's memory. Nothing in a checkpoint is ever executed: JSON is parsed and validated field by field, tensors are raw bytes at
+A piece is a flat range in the row-major local box of one parameter (see `boxes.py`). Pieces are at most `PIECE_BYTES` long, which
+bounds a reader's memory. Nothing in a checkpoint is ever executed. JSON is validated field by field, tensors are raw bytes at
 stated offsets, and file names cannot leave the folder.
 """
 
@@ -71,7 +71,7 @@ FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}\.safetensors$")]
 
 
 def _of_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Translate a saved configuration to today's names; ValueError unless every section is a dict (`phases`: a list)."""
+    """Translate a saved configuration to today's names. ValueError unless every section is a dict, and `phases` a list."""
     config = translated(config)
     for name, value in config.items():
         if not isinstance(value, list if name == "phases" else dict):
@@ -84,9 +84,9 @@ class _Record(BaseModel):
 
 
 class Piece(_Record):
-    """A flat range [start, stop) in the local box `box` of one tensor, at byte `offset` in its file.
+    """Elements [start, stop) of the local box `box` of one tensor, at byte `offset` in the file.
 
-    `xxh3` is the hash of the piece's bytes; `fingerprint` is what the piece adds to the sum defined in `fingerprint.py`.
+    `xxh3` is the hash of the piece's bytes. `fingerprint` is what the piece adds to the sum defined in `fingerprint.py`.
     """
 
     name: str
@@ -117,7 +117,10 @@ class DataFile(_Record):
 
 
 class TensorInfo(_Record):
-    """A parameter's logical global shape, and whether it is trained; only trained parameters have moments and an average."""
+    """A parameter's logical global shape, and whether the parameter is trained.
+
+    Only trained parameters have moments and an average.
+    """
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
     is_trained: bool = True
@@ -147,16 +150,16 @@ class TrainingState(_Record):
         step: number of optimizer steps so far.
         consumed_samples, consumed_tokens: training data consumed so far; the sample count alone determines the next sample.
         num_updates: number of updates that the moments contain (for Adam's bias correction).
-        lr: learning rate of the last step, for information; the schedule is a function of step and config.
-        rng: the seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
-        loss_scale: loss scale for the next step; None if the dtype needs none, or if the loss scale is static.
+        lr: learning rate of the last step, for information only.
+        rng: the seed, on which masks, weights and sample order depend.
+        loss_scale: loss scale for the next step; None without a dynamic loss scale.
         data: fingerprints of the training data by part, the tokenizer's identity, and the end-of-document id.
         wandb_id: id of the wandb run.
         skipped: ranges [first, stop) of skipped sample ids (`engine/data/skipped.py`).
         num_rollbacks: number of automatic returns to a checkpoint.
-        recent_losses: (step from 0, loss), as many as the limit on the next loss needs; empty without a limit.
-        recent_grad_norms: (step from 0, gradient norm), as many as the limit on the next norm needs; empty without a limit.
-        validation_is_due: whether the run stopped before the validation that follows `step`; the next attempt then begins with it.
+        recent_losses: (step from 0, loss), as many as the next limit needs; empty without a limit.
+        recent_grad_norms: (step from 0, gradient norm), as many as the next limit needs; empty without a limit.
+        validation_is_due: whether the validation after `step` has not run yet; the next attempt begins with it.
     """
 
     step: int = Field(ge=0, le=MOST_STEPS)
@@ -176,12 +179,12 @@ class TrainingState(_Record):
 
     @classmethod
     def at_start(cls) -> "TrainingState":
-        """Return the state before the first step, without data and seed: the state of imported plain weights."""
+        """Return the state of imported plain weights, before the first step, without data and seed."""
         return cls(step=0, consumed_samples=0, consumed_tokens=0, num_updates=0, lr=0.0, rng={}, data={})
 
 
 class Manifest(_Record):
-    """The description of a checkpoint: everything except the tensors' values.
+    """The description of a checkpoint, with everything except the tensors' values.
 
     Attributes:
         content: `training` (weights, moments and average, resumable) or `weights` (an import, to start from).
@@ -218,20 +221,20 @@ class Manifest(_Record):
 
     @property
     def optimizer(self) -> OptimizerName:
-        """Optimizer whose state is saved. Older configurations name none: then it is AdamW, the only one there was."""
+        """Optimizer whose state is saved. A configuration that names none means AdamW."""
         name: OptimizerName = self.config.get("optimizer", {}).get("name", "adamw")
         return name
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """State kinds that are saved for each trained tensor; only the weights if `content` is `weights`."""
+        """State kinds saved for each trained tensor, or only the weights if `content` is `weights`."""
         if self.content != "training":
             return (MASTER,)
         own = (self.config.get("model", {}).get("extension") or {}).get("moments", ())
         return state_kinds(self.optimizer, tuple(own), has_ema=self.config.get("optimizer", {}).get("ema") is not None)
 
     def kinds_of(self, tensor: TensorInfo) -> tuple[StateKind, ...]:
-        """Return the state kinds that are saved for one tensor; only the weights if it is not trained."""
+        """Return the state kinds saved for a tensor, or only the weights if untrained."""
         return self.kinds if tensor.is_trained else (MASTER,)
 
     @property
@@ -240,7 +243,7 @@ class Manifest(_Record):
 
     @cached_property
     def pieces_by_tensor(self) -> dict[tuple[str, Kind], list[tuple[int, Piece]]]:
-        """Map each (tensor name, kind) to its pieces, as (index of the piece's file in `files`, piece)."""
+        """Map each (tensor name, kind) to a list of (file index in `files`, piece)."""
         index: dict[tuple[str, Kind], list[tuple[int, Piece]]] = {}
         for number, file in enumerate(self.files):
             for piece in file.pieces:
@@ -249,7 +252,7 @@ class Manifest(_Record):
 
     @property
     def num_parameters(self) -> int:
-        """Number of logical elements, without padding, which is never saved."""
+        """Number of logical elements, without padding."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
@@ -257,7 +260,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write manifest.json, then its hash, each atomically and without the environment's secrets.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full.
+        OSError: the folder cannot be written.
     """
     told = {
         "config": tree_without_secrets(manifest.config),
@@ -274,7 +277,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest: its hash, its version, every field, and the sizes of the files it names.
+    """Read a manifest, and check its hash, its version, every field and the files' sizes.
 
     Raises:
         CheckpointError: a check failed; the message names the file and the problem.
@@ -292,7 +295,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(folder: Path) -> Manifest:
-    """Read a manifest and check its hash, its version and every field, but not the files it names.
+    """Read a manifest, and check its hash, its version and every field, but no files.
 
     Raises:
         CheckpointError: a check failed; the message names the file and the problem.
@@ -328,12 +331,12 @@ def parse_manifest(folder: Path) -> Manifest:
 
 
 def _hash_line(content: bytes) -> bytes:
-    """Return the content of manifest.sha256, as `sha256sum` would print it."""
+    """Return the content of manifest.sha256."""
     return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
 
 
 def _format_version(content: bytes) -> int | None:
-    """Find the format version without parsing the JSON: every format has the version near the beginning."""
+    """Find the format version without parsing the JSON."""
     found = re.search(rb'"format_version"\s*:\s*(\d{1,9})\b', content[:4096])
     return int(found[1]) if found else None
 
@@ -344,7 +347,10 @@ def _first(error: ValidationError) -> str:
 
 
 def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """List what contradicts the manifest: sizes on disk, pieces outside their file or tensor, elements not saved exactly once."""
+    """List what contradicts the manifest.
+
+    Files must have their stated sizes, and pieces must lie inside their file and tensor. Each element must be saved once.
+    """
     problems = []
     pieces: dict[tuple[str, Kind], list[Piece]] = {}
     misplaced: set[tuple[str, Kind]] = set()
@@ -418,7 +424,7 @@ def _some_meet(boxes: Sequence[Box]) -> bool:
 
 
 def _to_json(manifest: Manifest) -> str:
-    """Format the manifest as JSON with one line per tensor and piece, so that it can be read, searched and diffed."""
+    """Format the manifest as JSON with one line per tensor and piece."""
     tree = manifest.model_dump(mode="json")
     files, tensors = tree.pop("files"), tree.pop("tensors")
     head = json.dumps(tree, indent=2, allow_nan=False).removesuffix("\n}")

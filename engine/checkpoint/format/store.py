@@ -1,15 +1,13 @@
-"""Tensor files: written front to back and hashed on the way, read back piece by piece for any layout.
+"""Writes hashed tensor files, and reads them back piece by piece for any layout.
 
-A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so other tools can open it. The safetensors library is
-not used, because it serialises whole tensors in one call: no hashing on the way, a second copy in memory, and no control over disk
-access.
+Files have the safetensors format, so other tools can open them. The safetensors library is not used, because it copies whole
+tensors and hashes nothing.
 
-    write_file   pieces -> rank_00003.safetensors, and its entry in the manifest
-    load         manifest + targets of this layout -> each target filled from the pieces that intersect it
+    write_file   writes shards to rank_00003.safetensors, and returns the file's entry in the manifest
+    load         fills each target of this layout from the pieces that intersect the target
 
-A loader reads each piece it needs once, whole, into one of two reused buffers, checks the hash and copies the intersections.
-Memory is bounded by two pieces in any layout. Consecutive pieces are read together, up to the size of one piece, because disks
-serve long requests faster than short ones.
+A loader reads each piece once into one of two reused buffers, checks the hash and copies the intersections. Memory is bounded by
+two pieces in any layout.
 """
 
 import json
@@ -43,7 +41,7 @@ _ALIGNMENT = 8
 
 
 class Values(Protocol):
-    """A 1-D sequence of floating-point elements that `write_file` can slice and read: a tensor, or state in its stored form."""
+    """A 1-D sequence of floating-point elements, either a tensor or state in its stored form."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,7 +91,7 @@ def write_file(path: Path, shards: Sequence[Shard[Values]], piece_bytes: int = P
         piece_bytes: maximum length of a piece; a longer shard is split.
 
     Raises:
-        OSError: the disk is full, the folder cannot be written, ...; a partial file is left.
+        OSError: the file cannot be written; a partial file is left.
     """
     parts = [part for shard in shards for part in _cut(shard, piece_bytes)]
     header: dict[str, object] = {}
@@ -118,7 +116,7 @@ def write_file(path: Path, shards: Sequence[Shard[Values]], piece_bytes: int = P
 
 
 def _stream(header: bytes, parts: Sequence[Shard[Values]], pieces: list[Piece]) -> Iterator[torch.Tensor]:
-    """Yield the file's bytes in order; hash each part and append its piece to `pieces` for the manifest."""
+    """Yield the file's bytes in order. Each part is hashed, and its piece is appended to `pieces`."""
     yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
     at = len(header)
     for part in parts:
@@ -143,7 +141,7 @@ def _stream(header: bytes, parts: Sequence[Shard[Values]], pieces: list[Piece]) 
 
 
 def entry_name(kind: Kind, name: str, shape: tuple[int, ...], box: Box, start: int) -> str:
-    """Name a piece in its safetensors file: `kind:name@index`, unique among disjoint pieces.
+    """Name a piece in its safetensors file as `kind:name@index`, unique among disjoint pieces.
 
     The index is the position of the piece's first element in the row-major global tensor.
     """
@@ -163,9 +161,9 @@ def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
 
 
 class PieceReader:
-    """A reader for one checkpoint's pieces that checks the pieces' hashes; a context manager that holds open files.
+    """A context manager that reads one checkpoint's pieces and checks their hashes.
 
-    Pieces are read into two buffers in turn, so a piece survives the next read, but not the one after that.
+    Two buffers are used in turn, so a piece survives one more read, but not two.
 
     Args:
         folder: folder of the checkpoint.
@@ -186,7 +184,7 @@ class PieceReader:
         self._descriptors = {}
 
     def read(self, file: DataFile, piece: Piece) -> torch.Tensor:
-        """Read and check a piece's elements, 1-D; the second call after this one overwrites them.
+        """Read and check a piece's elements, 1-D. The second call after this one overwrites the elements.
 
         Raises:
             CheckpointError: the file cannot be read, ends early, or differs from what was written.
@@ -194,7 +192,7 @@ class PieceReader:
         return self.check(file, piece, self.fetch(file, piece.offset, piece.num_bytes))
 
     def fetch(self, file: DataFile, offset: int, num_bytes: int) -> torch.Tensor:
-        """Read raw bytes, uint8 [num_bytes], for one or several consecutive pieces; fewer if the file ends early.
+        """Read raw bytes, uint8 [num_bytes], or fewer if the file ends early.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -211,7 +209,7 @@ class PieceReader:
             ) from None
 
     def check(self, file: DataFile, piece: Piece, raw: torch.Tensor) -> torch.Tensor:
-        """Check that `raw` holds the bytes that were written, and view them as the piece's elements.
+        """Check that `raw` holds the bytes that were written, and view it as the piece's elements.
 
         Raises:
             CheckpointError: the bytes differ, or are too few.
@@ -241,7 +239,7 @@ class PieceReader:
 
 
 def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]]) -> None:
-    """Fill every target from the checkpoint, whatever layout wrote it; dtypes are converted if they differ.
+    """Fill every target from a checkpoint of any layout, converting dtypes if they differ.
 
     Raises:
         CheckpointError: a tensor is missing, incomplete, damaged or has another shape.
@@ -299,7 +297,7 @@ class _Wanted:
 def _wanted(
     manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Shard[torch.Tensor]]]
 ) -> Iterator[_Wanted]:
-    """Yield the pieces that intersect a target, in file order: disks read best front to back."""
+    """Yield the pieces that intersect a target, in file order."""
     candidates = sorted(
         (found for key in by_tensor for found in manifest.pieces_by_tensor.get(key, ())),
         key=lambda found: (found[0], found[1].offset),
@@ -314,7 +312,7 @@ def _wanted(
 def _fetched(
     reader: PieceReader, manifest: Manifest, wanted: Sequence[_Wanted]
 ) -> Iterator[list[tuple[_Wanted, torch.Tensor]]]:
-    """Yield one list per run of consecutive pieces in a file: (piece, the piece's bytes) for each piece."""
+    """Yield a list of (piece, bytes) for each run of consecutive pieces in a file."""
     for run in _runs(wanted):
         first, last = run[0].piece, run[-1].piece
         raw = reader.fetch(manifest.files[run[0].file], first.offset, last.offset + last.num_bytes - first.offset)
@@ -338,7 +336,7 @@ def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One box of a flat range; its elements are `values[start:stop]` of the range."""
+    """One box of a flat range. Its elements are `values[start:stop]` of the range."""
 
     box: Box
     start: int

@@ -1,4 +1,4 @@
-"""Opens a checkpoint for reading in Python, without its run, its layout or a process group."""
+"""Opens a checkpoint for reading in Python, without its run or a process group."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,13 +12,13 @@ from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weight
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
-    """A checkpoint's weights by name. Each access reads the tensor from its files again; none is cached.
+    """A checkpoint's weights by name. Each access reads the tensor from disk.
 
     Attributes:
         path: folder of the checkpoint, step_<number>.
         step: number of optimizer steps before the checkpoint was saved.
         config: the run's resolved configuration; an import has only its `model` section and tokenizer.
-        shapes: tensor shapes by name, without vocabulary padding, which is never saved.
+        shapes: tensor shapes by name, without vocabulary padding.
     """
 
     def __init__(self, path: str | Path, weights: WhichWeights = "trained") -> None:
@@ -34,7 +34,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Read a whole tensor on the CPU, in its saved dtype, whatever layout saved it.
+        """Read a whole tensor on the CPU, in its saved dtype.
 
         Raises:
             KeyError: the checkpoint has no such tensor.
@@ -59,7 +59,7 @@ def open_checkpoint(path: str | Path, weights: WhichWeights = "trained") -> Chec
 
     Args:
         path: a checkpoint, a folder of checkpoints (its latest is opened), or a run directory.
-        weights: `trained` for the trained weights, or `ema` for their moving average, which needs a run with `optimizer.ema`.
+        weights: `trained`, or `ema` for the moving average, which needs a run with `optimizer.ema`.
 
     Raises:
         CheckpointError: there is no checkpoint, or the checkpoint is damaged or has no moving average.

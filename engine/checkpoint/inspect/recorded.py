@@ -3,7 +3,7 @@
 A checkpoint records paths in one of two forms:
 
     an import records    ../tokenizer.json      relative to the checkpoint's folder
-    a run records        tok/tokenizer.json     as typed: relative to the folder where the run was started, or absolute
+    a run records        tok/tokenizer.json     absolute, or relative to the folder where the run was started
 """
 
 from collections.abc import Iterator
@@ -38,11 +38,10 @@ def recorded_config(candidate: Candidate) -> dict[str, Any]:
 
 
 def recorded_tokenizer(candidate: Candidate) -> str | None:
-    """Find a checkpoint's own tokenizer, as a name for `load_tokenizer`: `bytes`, a path, or None if none is recorded.
+    """Find a checkpoint's own tokenizer, as a name for `load_tokenizer`, or None.
 
-    The recorded path is tried relative to the checkpoint, then to the current folder, then to each folder above the checkpoint,
-    since a run usually lies below the folder where it was started. In this last search the file must have the recorded identity.
-    A path that is not found is returned as recorded, so that the caller's error names it.
+    The recorded path is tried relative to the checkpoint, then to the current folder, then to each folder above the checkpoint. In
+    this last search the file must have the recorded identity. A path that is not found is returned as recorded.
     """
     data = candidate.manifest.config.get("data", {})
     name = data.get("tokenizer")
@@ -62,11 +61,10 @@ def recorded_tokenizer(candidate: Candidate) -> str | None:
 
 
 def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
-    """Return the spelling of `name` (itself, its folder or its file) that opens the tokenizer of a checkpoint's model.
+    """Return the spelling of `name` that opens the tokenizer of a checkpoint's model.
 
-    The right tokenizer is the one whose identity the checkpoint records. An identity of `bytes` proves nothing, because earlier
-    versions assumed bytes if the configuration had no tokenizer. In that case the tokenizer must match the corpora's records, if
-    these are found above the checkpoint or from the current folder.
+    The tokenizer must have the identity that the checkpoint records. A recorded identity of `bytes` proves nothing, because earlier
+    versions assumed bytes. Then the tokenizer must match the corpora's records, if any are found.
 
     Args:
         candidate: the model's checkpoint.
@@ -103,12 +101,12 @@ def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
 
 
 def end_of_documents(candidate: Candidate, tokenizer: Tokenizer) -> int:
-    """Return the end-of-document id in a checkpoint's training data; the tokenizer's own if none is recorded."""
+    """Return the end-of-document id in a checkpoint's training data, else the tokenizer's own."""
     return int(candidate.manifest.state.data.get(END_OF_DOCUMENTS, tokenizer.eod_id))
 
 
 def _records(candidate: Candidate) -> Iterator[tuple[str, CorpusRecord]]:
-    """Yield (prefix, record) for each of the run's training corpora that is found and has a record."""
+    """Yield (prefix, record) for each training corpus that is found and has a record."""
     data = candidate.manifest.config.get("data", {})
     for source in [] if data.get("synthetic") else data.get("train") or []:
         prefix = source["path"]

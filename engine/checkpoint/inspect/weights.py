@@ -1,4 +1,4 @@
-"""Chooses which weights to read from a checkpoint: the trained ones or their moving average."""
+"""Chooses between a checkpoint's trained weights and their moving average."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -31,6 +31,6 @@ def check_weights(candidate: Candidate, which: WhichWeights) -> None:
 
 
 def kind_to_read(manifest: Manifest, name: str, which: WhichWeights) -> Kind:
-    """Return the state kind to read for a parameter; an untrained parameter has no average, so its weight is read."""
+    """Return the state kind to read for a parameter. An untrained parameter has no average, so its weight is read."""
     kind, tensor = KINDS[which], manifest.tensors.get(name)
     return kind if tensor is not None and kind in manifest.kinds_of(tensor) else MASTER

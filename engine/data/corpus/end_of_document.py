@@ -1,4 +1,4 @@
-"""Finds a tokenizer's end-of-document token: the one that the user named, else one with a usual name."""
+"""Finds a tokenizer's end-of-document token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +14,13 @@ def end_of_document(
 ) -> int:
     """Look up the end-of-document token's id.
 
+    Without `eod_token` and `own`, the usual names are tried.
+
     Args:
         path: path of the tokenizer, for error messages.
-        id_of: function that returns a token's id, or None if there is no such token.
+        id_of: function (token) -> the token's id, or None.
         eod_token: token that the user named, if any.
-        own: token that the tokenizer itself names, used if the user named none.
+        own: token that the tokenizer itself names, used without `eod_token`.
 
     Raises:
         DataError: the tokenizer has no such token.

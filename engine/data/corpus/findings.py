@@ -1,9 +1,9 @@
 """Records bad input by kind and place, so that none is dropped silently.
 
-    --on-bad stop    the first case is an error that names file and line (row in a parquet file)
-    --on-bad skip    the case is left out; its kind is counted, and the first places for each kind are kept
+    --on-bad stop    raises an error at the first case, with file and line (row in a parquet file)
+    --on-bad skip    leaves cases out, counts them by kind, and keeps the first places for each kind
 
-Documents without text or tokens are counted in both modes: they are not damage, and they contain nothing to train on.
+Documents without text or tokens are counted in both modes. They contain nothing to train on, so they are not damage.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,7 +56,10 @@ class InputPlace:
         return f"{self.path}, {self.where}: {self.detail}" if self.where else f"{self.path} {self.detail}"
 
     def with_line(self) -> "InputPlace":
-        """Return the place with its line number, from 1; if only a byte offset is known, count lines in the file up to there."""
+        """Return the place with its line number, from 1.
+
+        If only a byte offset is known, the file's lines up to the offset are counted.
+        """
         if self.byte is None:
             return self
         number, left = 1, self.byte
@@ -90,7 +93,7 @@ def add_up(total: Tally, more: Mapping[str, LeftOut]) -> None:
 
 
 def is_allowed(tally: Mapping[str, LeftOut], on_bad: OnBad) -> bool:
-    """Whether `on_bad` allows the left-out input in this tally; `stop` allows only documents without text or tokens."""
+    """Whether `on_bad` allows the left-out input in this tally. `stop` allows only documents without text or tokens."""
     return on_bad == "skip" or not set(tally) - {BadInput.EMPTY_DOCUMENT, BadInput.EMPTIED_DOCUMENT}
 
 
@@ -114,7 +117,7 @@ class Findings:
             advice: sentences about the rule and the remedy.
 
         Raises:
-            DataError: `on_bad` is `stop`, and this kind is not allowed then.
+            DataError: `on_bad` is `stop`, which does not allow this kind.
         """
         case = {kind.value: LeftOut(1, (place,))}
         if not is_allowed(case, self._on_bad):
@@ -131,7 +134,7 @@ class Vocabulary:
 
 
 class Reading(Findings):
-    """The findings in a piece of input that is being read, and how far the reader is.
+    """The findings in a piece of input that is being read, and the reader's progress.
 
     Args:
         on_bad: `stop` or `skip`, as in `Findings`.
@@ -146,14 +149,14 @@ class Reading(Findings):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Ids allowed in token inputs; DataError if the tokenizer is yet to be trained on this input."""
+        """Ids allowed in token inputs. DataError if the tokenizer is not trained yet."""
         if self._vocabulary is None:
             raise no_vocabulary()
         return self._vocabulary
 
 
 def no_vocabulary() -> DataError:
-    """Build the error for input that holds tokens although a tokenizer is to be trained on it."""
+    """Build the error for token ids in the input that should train a tokenizer."""
     return DataError(
         "--input holds tokens, but train-bpe learns from text: the ids would belong to a tokenizer that does not exist yet. "
         "Name the one that made them with --tokenizer."

@@ -1,15 +1,14 @@
-"""Tokens on disk in Megatron's `.bin/.idx` format, version 1: read by mmap, written atomically.
+"""Reads and writes tokens on disk in Megatron's `.bin/.idx` format, version 1.
 
     PREFIX.bin   token token token ...                        one dtype, little endian, sequences one after another
     PREFIX.idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | num_sequences S u64 | num_document_indices D + 1 u64
                  | sequence_lengths   int32 [S]      tokens of each sequence
                  | sequence_pointers  int64 [S]      byte offset of each sequence in PREFIX.bin
-                 | document_indices   int64 [D + 1]  number of document d's first sequence, for D documents; then S
+                 | document_indices   int64 [D + 1]  number of each document's first sequence, then S
 
-Document d consists of sequences document_indices[d] to document_indices[d + 1] - 1; S is the number of sequences. The `.idx` is
-renamed into place after the `.bin`, so a pair with an `.idx` is complete. Files from Megatron-LM, NeMo and gpt-neox
-are read unchanged, and these programs read ours (tests/engine/data/corpus/test_indexed.py compares both with megatron-core). The
-whole index is checked at opening, because a wrong pointer would make a run train on noise.
+Document d consists of sequences document_indices[d] to document_indices[d + 1] - 1. The `.idx` is renamed into place after the
+`.bin`, so a pair with an `.idx` is complete. Files from Megatron-LM, NeMo and gpt-neox are read unchanged, and these programs read
+ours. The whole index is checked at opening.
 """
 
 import hashlib
@@ -58,19 +57,22 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def _prefixes_near(name: str) -> list[str]:
-    """List existing corpora that a wrong name may mean: the name without its ending or `/`, and all in the folder `name`."""
+    """List existing corpora that a wrong name may mean.
+
+    The candidates are the name without its ending or `/`, and all corpora in the folder `name`.
+    """
     stem = re.sub(r"(\.bin|\.idx|\.json)?/*$", "", name)
     below = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx")) if Path(name).is_dir() else []
     return [each for each in (stem, *below) if each != name and bin_path(each).is_file() and idx_path(each).is_file()]
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Choose the same dtype as Megatron's tools: uint16 below 65,500 ids (Megatron's margin), else int32."""
+    """Choose uint16 for fewer than 65,500 ids, else int32, as Megatron's tools do."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 class NamedCorpus(Protocol):
-    """A corpus whose `identity` stays equal if the corpus is named by a link or another spelling of its path."""
+    """A corpus whose `identity` is the same under every link and spelling of its path."""
 
     prefix: str
 
@@ -149,7 +151,7 @@ class IndexedTokens:
         self._documents = index[pointers_end:].view("<i8")
 
     def _check_pointers(self) -> None:
-        """Check that sequences lie inside the `.bin` and reach its end, and that documents are consecutive runs of sequences."""
+        """Check that sequences lie inside the `.bin` and reach its end. Documents must be consecutive runs of sequences."""
         size = self._bin_path.stat().st_size
         end = 0
         for start in range(0, len(self._lengths), CHECK_BLOCK_SEQUENCES):
@@ -208,7 +210,7 @@ class IndexedTokens:
         return self._tokens[start : start + int(self._lengths[index])]
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> Tokens:
-        """Read tokens `start` to `stop` - 1 from a document, `dtype` [stop - start]; fewer if the document ends earlier."""
+        """Read a document's tokens `start` to `stop` - 1, `dtype` [n]. n is smaller if the document ends earlier."""
         parts = []
         at = 0
         for index in range(int(self._documents[document]), int(self._documents[document + 1])):
@@ -228,13 +230,13 @@ class IndexedTokens:
         return np.diff(ends[bounds - bounds[0]])
 
     def encoded(self, documents: range) -> tuple[Iterator[bytes], NDArray[np.int32], NDArray[np.int64]]:
-        """Return a contiguous range of documents as arguments to `IndexedWriter.add_encoded`: blocks, lengths, document ends."""
+        """Return (blocks, lengths, document ends) for a range of documents, as `IndexedWriter.add_encoded` takes them."""
         first, last = int(self._documents[documents.start]), int(self._documents[documents.stop])
         ends = self._documents[documents.start + 1 : documents.stop + 1] - first
         return self._blocks(first, last), self._lengths[first:last], ends
 
     def _blocks(self, first: int, last: int) -> Iterator[bytes]:
-        """Yield the bytes of sequences `first` to `last` - 1; sequences that adjoin in the file are read together."""
+        """Yield the bytes of sequences `first` to `last` - 1. Sequences that adjoin in the file are read together."""
         pointers = self._pointers[first:last]
         stops = pointers + self._lengths[first:last].astype(np.int64) * self.dtype.itemsize
         breaks = (np.flatnonzero(pointers[1:] != stops[:-1]) + 1).tolist()
@@ -252,7 +254,7 @@ class IndexedTokens:
                     yield block
 
     def last_tokens(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Read each document's last token, int64 [len(documents)]; -1 for an empty document."""
+        """Read each document's last token, int64 [len(documents)]. An empty document gives -1."""
         last = self._documents[documents + 1] - 1
         found = np.full(len(documents), -1, np.int64)
         # Sequences may be empty, so a document ends with its last non-empty sequence.
@@ -265,20 +267,20 @@ class IndexedTokens:
         return found
 
     def ids(self, most_tokens: int) -> tuple[int, int]:
-        """Find the smallest and the largest id in evenly spaced stretches of the `.bin`, about `most_tokens` ids in total."""
+        """Find the smallest and the largest id among about `most_tokens` tokens, in evenly spaced stretches."""
         length = -(-most_tokens // FINGERPRINT_SAMPLES)
         starts = np.linspace(0, max(0, len(self._tokens) - length), FINGERPRINT_SAMPLES, dtype=np.int64)
         found = [self._tokens[start : start + length] for start in starts]
         return min(int(each.min()) for each in found), max(int(each.max()) for each in found)
 
     def blocks(self) -> Iterator[Tokens]:
-        """Yield all tokens in file order, in blocks `dtype` [n] that are views into the file."""
+        """Yield all tokens in file order, as views `dtype` [n] into the file."""
         for start in range(0, len(self._tokens), CHECK_BLOCK_TOKENS):
             yield self._tokens[start : start + CHECK_BLOCK_TOKENS]
 
     @property
     def identity(self) -> tuple[int, int]:
-        """(device, inode) of the .bin: equal on this node if two names mean one corpus."""
+        """(device, inode) of the `.bin`, equal on a node for all names of one corpus."""
         status = self._bin_path.stat()
         return status.st_dev, status.st_ino
 
@@ -286,8 +288,7 @@ class IndexedTokens:
     def fingerprint(self) -> str:
         """Hexadecimal sha256 over the whole index, the .bin's size and samples from its bytes.
 
-        The full .bin is not read, since it may be terabytes. Corpora with equal indices and equal bytes at all sampled places
-        have the same fingerprint (the record that `triaxis prepare` writes has the full sha256).
+        Corpora that differ only outside the sampled bytes have the same fingerprint.
         """
         digest = hashlib.sha256()
         with self._idx_path.open("rb") as handle:
@@ -309,7 +310,7 @@ def _refuse_pointer(path: Path) -> None:
 
 
 def refuse_repeated(where: str, corpora: Sequence[NamedCorpus], harm: str) -> None:
-    """Refuse a corpus that is named twice, also by a link or another spelling of its path.
+    """Refuse a corpus that is named twice, even under different spellings of its path.
 
     Args:
         where: option or command that names the corpora, for the message.
@@ -329,10 +330,10 @@ def refuse_repeated(where: str, corpora: Sequence[NamedCorpus], harm: str) -> No
 
 
 class IndexedWriter:
-    """A writer for one `.bin/.idx` pair; a context manager that leaves a complete pair or none.
+    """A context manager that writes one `.bin/.idx` pair, complete or not at all.
 
-    An exception inside the `with` block removes the partial files. An older pair stays until the new one is complete. Then the old
-    `.idx` is removed before the new `.bin` replaces the old one, so an old index never describes a new `.bin`.
+    An exception inside the `with` block removes the partial files. An older pair stays until the new pair is complete. The old
+    `.idx` is removed first, so an old index never describes a new `.bin`.
 
     Args:
         prefix: common path of the two files, without the ending, in an existing folder.

@@ -1,13 +1,13 @@
-"""A corpus's tokenizer: found through its record, or compared with the tokenizer that a model or run uses.
+"""Finds a corpus's tokenizer, or compares a model's tokenizers with the corpus.
 
-What the record PREFIX.json has decides what is compared:
+The corpus's record, PREFIX.json, decides what is compared:
 
-    the tokenizer's identity                       one of the model's tokenizers must have it, or the corpus is refused
-    no identity (an earlier version), or no file   vocabulary and ids are compared, and the result says that this is no proof
+    record with an identity       one of the model's tokenizers must have the recorded identity
+    record without an identity    vocabulary sizes and ids are compared, which is no proof
+    no record                     ids are compared, which is no proof
 
-Without this check, a model would learn another tokenizer's ids as noise, and no error would show it. The record has the
-tokenizer's name as typed for `triaxis prepare`, perhaps a relative path, and the corpus may have moved since. So a file counts as
-the recorded tokenizer only if its identity matches.
+The recorded name may be a relative path, and the corpus may have moved. So a file counts as the recorded tokenizer only if its
+identity matches.
 """
 
 import shlex
@@ -56,14 +56,13 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
 
     Args:
         prefix: corpus path without an ending.
-        names: names of the model's tokenizers for `load_tokenizer`, preferred one first; if empty, the tokenizer that the corpus
-            records is used.
+        names: names of the model's tokenizers for `load_tokenizer`, preferred one first; empty: the corpus's recorded tokenizer.
         vocab_size: model vocabulary without padding.
         model: model name, for error messages.
 
     Raises:
-        DataError: the corpus is missing or damaged; it was encoded by another tokenizer, or with ids that the model lacks; no
-            tokenizer is known, or none can be opened.
+        DataError: the corpus is missing or damaged, was encoded by another tokenizer, or has ids that the model lacks; or no
+            tokenizer is known or can be opened.
     """
     corpus, record = IndexedTokens(prefix), read_record(prefix)
     _, largest = corpus.ids(MOST_IDS)
@@ -92,10 +91,9 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
 
 
 def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
-    """Find the spelling of a run's tokenizer `name` that opens exactly the tokenizer in a corpus's record.
+    """Find the spelling of `name` that opens exactly the tokenizer in a corpus's record.
 
-    `right_spelling` lists the spellings. They matter because a tokenizer.json and its folder give the same ids, but may end
-    documents differently.
+    A tokenizer.json and its folder give the same ids, but may end documents differently. `right_spelling` lists the spellings.
 
     Raises:
         DataError: the tokenizer cannot be opened, or is not the recorded one.
@@ -107,9 +105,10 @@ def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
 
 
 def find_recorded(prefix: str, record: CorpusRecord) -> str:
-    """Locate the tokenizer that a corpus records; return its name for `load_tokenizer`.
+    """Locate the tokenizer that a corpus records, and return its name for `load_tokenizer`.
 
-    The recorded path is tried relative to the current folder, then beside the corpus, then relative to each folder above it.
+    The recorded path is tried relative to the current folder, then beside the corpus, then relative to each folder above the
+    corpus.
 
     Raises:
         DataError: no file at these places is the recorded tokenizer.
@@ -136,10 +135,10 @@ def find_recorded(prefix: str, record: CorpusRecord) -> str:
 
 
 def right_spelling(name: str, is_right: Callable[[Tokenizer], bool]) -> str | None:
-    """Find the first spelling of a tokenizer's name whose tokenizer `is_right` accepts; None if there is none.
+    """Find the first spelling of a tokenizer's name that `is_right` accepts, or None.
 
-    The first spelling is `name`. If `name` is a tokenizer.json or tokenizer.model, the second is the file's folder; otherwise these
-    two files in the folder `name` come next.
+    The first spelling is `name`. If `name` is a tokenizer.json or tokenizer.model, the file's folder follows. Otherwise these two
+    files in the folder `name` follow.
 
     Raises:
         DataError: no spelling names a tokenizer that can be opened.
@@ -155,7 +154,7 @@ def right_spelling(name: str, is_right: Callable[[Tokenizer], bool]) -> str | No
 def is_recorded(tokenizer: Tokenizer, record: CorpusRecord) -> bool:
     """Whether a corpus records this tokenizer, regardless of which token ends documents.
 
-    If the record has no identity (earlier versions), only the vocabulary sizes are compared.
+    If an older record has no identity, only the vocabulary sizes are compared.
     """
     if not record.tokenizer_identity:
         return tokenizer.vocab_size == record.vocab_size
@@ -163,7 +162,7 @@ def is_recorded(tokenizer: Tokenizer, record: CorpusRecord) -> bool:
 
 
 def _open(names: Sequence[str]) -> list[tuple[str, Tokenizer]]:
-    """Open every tokenizer that can be opened; raise the first error if none can."""
+    """Open every tokenizer that can be opened. If none can, the first error is raised."""
     opened: list[tuple[str, Tokenizer]] = []
     problems: list[DataError] = []
     for name in names:
@@ -177,7 +176,7 @@ def _open(names: Sequence[str]) -> list[tuple[str, Tokenizer]]:
 
 
 def _recorded(prefix: str, corpus: IndexedTokens, record: CorpusRecord | None, model: str) -> Match:
-    """Match a model that has no tokenizer of its own to the tokenizer that the corpus records."""
+    """Match a model without its own tokenizer to the tokenizer that the corpus records."""
     if record is None:
         raise DataError(
             f"neither {model} nor {prefix} has a tokenizer, so a run could neither compare tokenizers nor write text. Put the "

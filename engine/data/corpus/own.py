@@ -1,11 +1,10 @@
-"""Corpora that an extension provides: documents by number, read in the same way as a `.bin/.idx` pair.
+"""Opens corpora that an extension provides, with the interface of a `.bin/.idx` pair.
 
     data:
       train: [{path: "extension:memmap:data/tokens.npy", weight: 0.7}, {path: data/web, weight: 0.3}]
 
-The path names the corpus in `Extension.corpora`, and after a second colon the argument to open it with. The engine builds orders,
-samples, blends, splits and the ledger of reads as for other corpora: `OwnCorpus` implements everything that they need from
-`IndexedTokens`.
+The path names a corpus in `Extension.corpora`, then the argument to open the corpus with. `OwnCorpus` implements everything that
+the engine needs from `IndexedTokens`.
 """
 
 import hashlib
@@ -50,7 +49,7 @@ class OwnCorpus:
 
     @property
     def cache_dir(self) -> Path:
-        """Folder for cached orders: ARGUMENT.cache if the path has an argument, else NAME.cache in the working folder."""
+        """Folder for cached orders. Its name is ARGUMENT.cache, or without an argument NAME.cache in the working folder."""
         name, _, argument = self.prefix.removeprefix(OWN_CORPUS).partition(":")
         return Path(f"{argument or name}.cache")
 
@@ -73,17 +72,17 @@ class OwnCorpus:
         return tokens[start:stop]
 
     def last_tokens(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Read each document's last token, int64 [len(documents)]; -1 for an empty document."""
+        """Read each document's last token, int64 [len(documents)]. An empty document gives -1."""
         return np.array([self.tokens(int(one))[-1] if self._lengths[one] else -1 for one in documents], np.int64)
 
     def ids(self, most_tokens: int) -> tuple[int, int]:
-        """Find the smallest and largest id in up to FINGERPRINT_DOCUMENTS evenly spaced documents; `most_tokens` is ignored."""
+        """Find the smallest and largest id in up to FINGERPRINT_DOCUMENTS evenly spaced documents. `most_tokens` is ignored."""
         found = [tokens for tokens in self._spaced() if len(tokens)]
         return min(int(each.min()) for each in found), max(int(each.max()) for each in found)
 
     @property
     def identity(self) -> tuple[int, int]:
-        """(-1, hash of the path), equal if two names mean one corpus; a file's identity never begins with -1."""
+        """(-1, hash of the path). No file's identity begins with -1."""
         return -1, int(hashlib.sha256(self.prefix.encode()).hexdigest()[:15], 16)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Describes input files, the pieces that each file is cut into, and the documents in a piece."""
+"""Describes input files, their pieces, and the documents in a piece."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ class ReadOptions:
         text_key: JSON field or parquet column that holds the document; dots enter nested fields.
         format: name in `FORMATS` (`launch/prepare/readers`); None: the file name's ending decides.
         separator: text between two documents in a file; None: the file is one document.
-        max_document_bytes: size limit; a longer document is bad input, since a worker holds a document and its ids in memory.
+        max_document_bytes: size limit; a longer document is bad input.
     """
 
     text_key: str = "text"
@@ -30,7 +30,7 @@ AS_NAMED = ReadOptions()
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """An input file; its size and mtime show whether it has changed, since hashing terabytes would take too long."""
+    """An input file. Its size and mtime show whether the file has changed."""
 
     path: Path
     size: int
@@ -39,14 +39,14 @@ class InputFile:
 
     @staticmethod
     def of(path: Path, options: ReadOptions = AS_NAMED) -> "InputFile":
-        """Read a file's size and mtime; OSError if it does not exist."""
+        """Read a file's size and mtime. OSError if the file does not exist."""
         found = path.stat()
         return InputFile(path, found.st_size, found.st_mtime_ns, options)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a file that is read on its own: `start` to `stop` - 1 in the reader's unit (bytes, row groups)."""
+    """Part `start` to `stop` - 1 of a file, in the reader's unit (bytes, row groups)."""
 
     file: InputFile
     start: int
@@ -80,7 +80,7 @@ def too_long(file: InputFile, place: InputPlace, findings: Findings) -> None:
 
 
 def field_of(value: Any, key: str) -> Any:
-    """Look up a JSON object's field by its name or by a dotted path; KeyError if there is none."""
+    """Look up a JSON object's field by its name or by a dotted path. KeyError if the field is missing."""
     if isinstance(value, dict) and key in value:
         return value[key]
     for name in key.split("."):
@@ -91,5 +91,5 @@ def field_of(value: Any, key: str) -> Any:
 
 
 def share(num_bytes: int, number: int, count: int) -> int:
-    """Compute the bytes of part `number`, from 0, if `num_bytes` bytes are divided into `count` equal parts."""
+    """Compute the bytes of part `number`, from 0, of `count` equal parts of `num_bytes`."""
     return num_bytes * (number + 1) // count - num_bytes * number // count

@@ -1,4 +1,4 @@
-"""Defines and reads a corpus's record PREFIX.json: inputs, counts, and hashes that prove the corpus is complete."""
+"""Defines and reads a corpus's record PREFIX.json, with hashes that prove the corpus is complete."""
 
 import hashlib
 import json
@@ -47,14 +47,14 @@ class CorpusRecord:
 
     @property
     def num_embeddings(self) -> int:
-        """Number of embeddings that a model needs for this corpus: largest possible id + 1."""
+        """Number of embeddings that this corpus needs, the largest possible id + 1."""
         return self.text_size or self.vocab_size
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     def problem(self, prefix: str) -> str | None:
-        """Read and hash the whole corpus; return a message about any damage, or None if it is intact."""
+        """Hash the whole corpus. Return a message about any damage, or None if the corpus is intact."""
         for path, expected in ((bin_path(prefix), self.bin_sha256), (idx_path(prefix), self.idx_sha256)):
             if not path.is_file():
                 return f"{path} is missing"
@@ -68,7 +68,9 @@ def record_path(prefix: str) -> Path:
 
 
 def read_record(prefix: str) -> CorpusRecord | None:
-    """Read a corpus's record; None if it has none (prepared by Megatron's tools, or unfinished).
+    """Read a corpus's record, or None if there is none.
+
+    Corpora from Megatron's tools and unfinished corpora have no record.
 
     Raises:
         DataError: PREFIX.json is damaged, or some other file that must not be replaced.
@@ -90,10 +92,10 @@ def read_record(prefix: str) -> CorpusRecord | None:
 
 
 def request_digest(files: Sequence[InputFile], tokenizer_identity: str, *, append_eod: bool = True) -> str:
-    """Hash a corpus's inputs: files in order (path, size, mtime), options and tokenizer; hexadecimal sha256.
+    """Hash a corpus's input files, options and tokenizer to a hexadecimal sha256.
 
-    File contents are not read, since inputs may be terabytes; a touched file counts as changed. Defaults are left out of the
-    digest, so old digests stay valid.
+    Files count in order, by path, size and mtime, so a touched file counts as changed. Defaults are left out of the digest, so old
+    digests stay valid.
     """
     inputs = [(str(file.path.resolve()), file.size, file.mtime_ns) for file in files]
     keys = list(dict.fromkeys(file.options.text_key for file in files))

@@ -12,7 +12,7 @@ from triaxis.engine.storage.files import sha256_of_file
 
 
 class SentencePieceTokenizer:
-    """A tokenizer from a .model file; it adds no beginning-of-text or end-of-text token.
+    """A tokenizer from a .model file. No beginning-of-text or end-of-text token is added.
 
     Args:
         path: path to the .model file.

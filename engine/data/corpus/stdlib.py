@@ -1,9 +1,9 @@
-"""Python's standard-library sources as a real text that every machine has, and the entropies of a text.
+"""Lists Python's standard-library sources as a text, and computes a text's entropies.
 
     <stdlib>/**/*.py, sorted, up to `max_bytes`  -->  files ordered by the hashes of their names  -->  prepare
 
-Files are sorted first, so that the same Python gives the same files. Then their order is shuffled by the hashes. A split by
-documents holds back the last files, and in alphabetical order these would be unlike the rest (encodings, idlelib, tests).
+Files are sorted first, so that the same Python gives the same files. Hashes then mix the files, since a split by documents holds
+back the last ones.
 """
 
 import hashlib
@@ -29,10 +29,9 @@ NOT_STDLIB = {"site-packages", "dist-packages"}
 
 
 def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
-    """List source files from the running Python's standard library, at most `max_bytes` together, ordered by a hash.
+    """List the standard library's source files, at most `max_bytes` together, ordered by a hash.
 
-    In a virtual environment these come from its base Python. Empty files, and the few that are deliberately not UTF-8 (test
-    data), are left out.
+    A virtual environment uses its base Python's files. Empty files are left out, and so are the few that are not UTF-8.
 
     Raises:
         DataError: this Python has no sources (a minimal or frozen build), or none fits into `max_bytes`.
@@ -66,7 +65,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Entropies:
-    """The losses of an untrained model and of the best models with zero or one token of context, in nats per token."""
+    """A corpus's reference losses, in nats per token."""
 
     uniform: float
     """ln(vocab_size): an untrained model's loss, where training begins."""
@@ -79,9 +78,10 @@ class Entropies:
 def entropies(
     tokens: Corpus | NDArray[np.integer[Any]], vocab_size: int, max_tokens: int = ENTROPY_TOKENS
 ) -> Entropies:
-    """Compute a corpus's entropies from its token frequencies (Shannon 1948, H(X) and H(X_t | X_{t-1})), in nats per token.
+    """Compute a corpus's entropies from its token frequencies, in nats per token.
 
-    The entropies are exact for the counted text. For other text they are a little too low, more so with a larger vocabulary.
+    The entropies are H(X) and H(X_t | X_{t-1}) (Shannon 1948), exact for the counted text. For other text they are a little too
+    low, more so with a larger vocabulary.
 
     Args:
         tokens: corpus, or its tokens, integers [n].

@@ -1,11 +1,11 @@
-"""Tokenizers for the tiktoken library's rank files.
+"""Opens the tiktoken library's rank files as tokenizers.
 
-    cl100k_base.tiktoken            a line per token, "IQ== 0": the token's bytes in base64, and its rank, which is its id
-    cl100k_base.tiktoken:PATTERN    PATTERN cuts a text before bytes are merged: a name in PATTERNS, or a regular expression
+    cl100k_base.tiktoken            each line, such as "IQ== 0", has a token's bytes in base64 and the token's rank
+    cl100k_base.tiktoken:PATTERN    PATTERN, a name in PATTERNS or a regular expression, cuts a text before bytes are merged
 
-The file does not contain the pattern, and another pattern gives other ids. So the pattern must be named, unless the file name
-begins with a name from PATTERNS. Special tokens are not in the file either. PATTERNS lists them for each named encoding. If one of
-these ids is also a rank, the ranks belong to another encoding, and END becomes the first id after the ranks.
+A token's rank is its id. Another pattern gives other ids, and the file does not contain the pattern. So the pattern must be named,
+unless the file name begins with a name from PATTERNS. Special tokens are not in the file either, but in PATTERNS. If a special
+token's id is also a rank, the ranks belong to another encoding. END then becomes the first id after the ranks.
 """
 
 import hashlib

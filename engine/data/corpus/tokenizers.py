@@ -1,13 +1,13 @@
-"""Tokenizers, which convert text to token ids and back; KINDS has one entry per kind.
+"""Opens tokenizers, which convert text to token ids and back.
 
-    load_tokenizer("bytes")                 ids 0 .. 255 are UTF-8 bytes, 256 ends a document; vocab_size 257
+    load_tokenizer("bytes")                 ids 0 .. 255 are UTF-8 bytes, and 256 ends a document
     load_tokenizer("tokenizer.json")        a file for Hugging Face's `tokenizers` library
-    load_tokenizer("some/folder")           a transformers folder: its tokenizer.json, and the special tokens in its config
-    load_tokenizer("tokenizer.model")       a sentencepiece model; so is a folder with that file and no tokenizer.json
-    load_tokenizer("gpt2.tiktoken")         tiktoken ranks; .tiktoken:PATTERN names how a text is cut
+    load_tokenizer("some/folder")           a transformers folder with a tokenizer.json, and special tokens in its config
+    load_tokenizer("tokenizer.model")       a sentencepiece model, or its folder if that has no tokenizer.json
+    load_tokenizer("gpt2.tiktoken")         tiktoken ranks, with :PATTERN after the name for how a text is cut
 
-Text is data: if a document spells a special token's name, it gets the ids of the name's characters, never that token. So no text
-can end its own document. Special tokens are not added either, such as the beginning-of-text token that some libraries prepend.
+A document that spells a special token's name gets the ids of the name's characters, never that token. So no text can end its own
+document. Special tokens are not added either.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Convert ids to text; the end-of-document id and ids in the vocabulary's padding are dropped."""
+        """Convert ids to text. The end-of-document id and ids in the vocabulary's padding are dropped."""
         ...
 
 
@@ -84,7 +84,7 @@ class BytesTokenizer:
         self.identity = hashlib.sha256(b"bytes of utf-8, 256 ends a document").hexdigest()
 
     def identity_with(self, eod_id: int) -> str:
-        """Return the fixed identity: no other id can end a document."""
+        """Return the fixed identity, since no other id can end a document."""
         return self.identity
 
     def encode(self, text: str) -> list[int]:
@@ -94,7 +94,7 @@ class BytesTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """Decode bytes; invalid UTF-8, which a model may write, becomes the replacement character."""
+        """Decode bytes. Invalid UTF-8 becomes the replacement character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
@@ -102,8 +102,9 @@ class JsonTokenizer:
     """A tokenizer from the Hugging Face `tokenizers` library.
 
     Args:
-        path: its .json file, or a transformers folder with a tokenizer.json.
-        eod_token: end-of-document token; None: the folder's eos_token, else the tokenizer's first one in END_OF_DOCUMENT_NAMES.
+        path: a .json file, or a transformers folder with a tokenizer.json.
+        eod_token: end-of-document token; None: the folder's eos_token, else the first name in END_OF_DOCUMENT_NAMES that the
+            tokenizer has.
 
     Raises:
         DataError: the file does not exist or is not a tokenizer, or the tokenizer has no end-of-document token.
@@ -132,12 +133,12 @@ class JsonTokenizer:
         return hashlib.sha256(" ".join([self._sha256, str(eod_id), *self._added]).encode()).hexdigest()
 
     def id_of(self, token: str) -> int | None:
-        """Look up a token's id, including special tokens; None if there is no such token."""
+        """Look up a token's id, or None. Special tokens count too."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def tokens_of_no_text(self) -> list[str]:
-        """List the special tokens that the library by default adds to every text: its encoding of an empty text."""
+        """List the special tokens that the library by default adds to every text."""
         tokens: list[str] = self._tokenizer.encode("").tokens
         return tokens
 
@@ -160,15 +161,15 @@ class JsonTokenizer:
 
 
 def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
-    """Add to `tokenizer` the tokens that a folder's tokenizer_config.json lists and its tokenizer.json lacks.
+    """Add to `tokenizer` the tokens that tokenizer_config.json lists and tokenizer.json lacks.
 
-    transformers does the same when it opens the folder (`added_tokens_decoder` in PreTrainedTokenizerFast).
+    transformers does the same when it opens the folder.
 
     Returns:
-        The folder's eos_token, if it names one, and the names of the added tokens.
+        The folder's eos_token or None, and the names of the added tokens.
 
     Raises:
-        DataError: the two files give a token different ids, or one cannot be read.
+        DataError: the two files give a token different ids, or one file cannot be read.
     """
     added = []
     for number, token in _added_tokens(folder / CONFIG):
@@ -185,11 +186,10 @@ def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
 
 
 def special_token(folder: Path, role: str) -> str | None:
-    """Read the token that a transformers folder names for a role, such as `eos_token`; None if it names none.
+    """Read a transformers folder's token for a role, such as `eos_token`, or None.
 
     Raises:
-        DataError: its tokenizer_config.json or special_tokens_map.json is not a JSON object, or names something other than a
-            token.
+        DataError: tokenizer_config.json or special_tokens_map.json is not a JSON object, or names something other than a token.
     """
     for path in (folder / CONFIG, folder / SPECIAL_TOKENS):
         if token := _json_of(path).get(role):
@@ -229,7 +229,7 @@ def _add_token(tokenizer: Any, token: dict[str, Any]) -> None:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a tokenizer's folder; {} if the file is missing."""
+    """Read a JSON object from a tokenizer's folder, or {} if the file is missing."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -244,10 +244,10 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> str | None:
-    """Check that a tokenizer.json is readable and that every id in encoded text is below `vocab_size`, the model's embeddings.
+    """Check that a tokenizer.json is readable and encodes text to ids below `vocab_size`.
 
     Returns:
-        A note about special tokens without an embedding, such as Gemma 3 1B's image tokens; None if there are none.
+        A note about special tokens with ids >= `vocab_size`, which have no embedding; None if there are none.
 
     Raises:
         DataError: the file is not a tokenizer, or text may contain ids >= `vocab_size`.
@@ -265,7 +265,7 @@ def check_tokenizer(path: Path, vocab_size: int) -> str | None:
 
 
 def _open(path: Path) -> Any:
-    """Open a tokenizer file with the `tokenizers` library; DataError if it is missing or invalid."""
+    """Open a tokenizer file with the `tokenizers` library. DataError if the file is missing or invalid."""
     import tokenizers  # 10 MB of native code, only needed for a .json
 
     if not path.is_file():
@@ -285,13 +285,13 @@ def _open(path: Path) -> Any:
 
 
 def _vocab_size(tokenizer: Any) -> int:
-    """Compute the largest id + 1; 0 if the tokenizer has no tokens."""
+    """Compute the largest id + 1, or 0 if the tokenizer has no tokens."""
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     return max(ids.values(), default=-1) + 1
 
 
 def _unknown_id(tokenizer: Any) -> int | None:
-    """Look up the unknown token's id; None if the tokenizer's model has none."""
+    """Look up the unknown token's id, or None if the tokenizer's model has none."""
     model = parse_json(tokenizer.to_str())["model"]
     if isinstance(found := model.get("unk_id"), int):
         return found
@@ -300,7 +300,7 @@ def _unknown_id(tokenizer: Any) -> int | None:
 
 
 def _text_size(tokenizer: Any) -> int:
-    """Compute 1 + the largest id in encoded text; added special tokens do not count, since no text is encoded to them."""
+    """Compute 1 + the largest id in encoded text, which contains no added special tokens."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     never = special - tokenizer.get_vocab(with_added_tokens=False).keys()
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -309,7 +309,7 @@ def _text_size(tokenizer: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
-    """One form in which a tokenizer may be given, and how to recognise and open it."""
+    """One form of tokenizer, and how to recognise and open it."""
 
     shown: str
     """Description of the form, for messages."""
@@ -345,7 +345,7 @@ KINDS = (
 
 
 def split_name(name: str) -> tuple[Path, str | None]:
-    """Split a tokenizer name into a path and the pattern after the colon, if it has one."""
+    """Split a tokenizer name into a path and the pattern after the colon, if any."""
     path, colon, pattern = name.partition(":")
     # pathlib raises for names that no file can have, and a pattern may be such a name.
     is_ranks = colon and not os.path.exists(name) and (os.path.isfile(path) or path.endswith(ENDING))  # noqa: PTH110, PTH113
@@ -353,11 +353,10 @@ def split_name(name: str) -> tuple[Path, str | None]:
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
-    """Open the tokenizer that `data.tokenizer` or `--tokenizer` names; KINDS lists the accepted forms.
+    """Open the tokenizer that `data.tokenizer` or `--tokenizer` names. KINDS lists the accepted forms.
 
     Raises:
-        DataError: the file is missing or cannot be opened (see the kinds), or `eod_token` is given for `bytes`, which has a fixed
-            end of document.
+        DataError: the file is missing or cannot be opened, or `eod_token` is given for `bytes`, which has a fixed end of document.
     """
     path, pattern = split_name(name)
     if why := why_no_path(name if pattern is None else path):
@@ -373,7 +372,7 @@ def _has_model_only(folder: Path) -> bool:
 
 
 def _sentencepiece(path: Path, eod_token: str | None) -> SentencePieceTokenizer:
-    """Open a sentencepiece model; in a folder, the folder's eos_token ends documents unless `eod_token` is given."""
+    """Open a sentencepiece model. A folder's eos_token is the default for `eod_token`."""
     if path.is_file():
         return SentencePieceTokenizer(path, eod_token)
     return SentencePieceTokenizer(path / SENTENCEPIECE, eod_token or special_token(path, "eos_token"))

@@ -1,1 +1,1 @@
-"""FP8 GEMMs for linear layers: formats, scaling recipes and products."""
+"""FP8 GEMMs for linear layers, with formats, scaling recipes and products."""

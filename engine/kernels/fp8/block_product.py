@@ -1,14 +1,14 @@
-"""Multiplies matrices with block scales, A B^T, by torch's scaled GEMM (torch 2.10 and later), on GPUs.
+"""Multiplies matrices with block scales, A B^T, by torch's scaled GEMM on GPUs.
 
-    block size              scales as torch's GEMM reads them                                      GPUs
-    1 x 128                 fp32 [rows, columns / 128], dim 0 contiguous                           Hopper
-    128 x 128               fp32 [columns / 128, rows / 128], dim 0 (along the contraction)
-                            contiguous and padded to a multiple of 4                               Hopper
-    1 x 32                  exponents (e8m0), in tiles of 128 rows and 4 scales                    Blackwell
+The GEMM needs torch 2.10 or later. It reads these scales:
 
-The layouts are cuBLASLt's ("1D and 2D block scaling", "block scaling factors layout" in its documentation), as torch's own checks
-state them (`_scaled_mm_v2`). A 1 x 32 tile holds the scale at row r, column c at index 16 (r mod 32) + 4 (r div 32) + c. Tiles are
-ordered along the contraction, then along the rows.
+    block size   scales                                                                          GPUs
+    1 x 128      fp32 [rows, columns / 128], dim 0 contiguous                                    Hopper
+    128 x 128    fp32 [columns / 128, rows / 128], dim 0 contiguous, padded to a multiple of 4   Hopper
+    1 x 32       exponents (e8m0), in tiles of 128 rows and 4 scales                             Blackwell
+
+The layouts are cuBLASLt's ("1D and 2D block scaling", "block scaling factors layout" in its documentation). A 1 x 32 tile holds the
+scale at row r, column c at index 16 (r mod 32) + 4 (r div 32) + c. Tiles are ordered along the contraction, then along the rows.
 """
 
 from collections.abc import Mapping
@@ -52,7 +52,10 @@ def has_block_gemm() -> bool:
 
 
 def block_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Compute A B^T + bias from fp32 sums: a [m, k], b [n, k] with contiguous rows, bias [n] -> [m, n] in `dtype`."""
+    """Compute A B^T + bias from fp32 sums.
+
+    The shapes are a [m, k], b [n, k] with contiguous rows, bias [n] -> [m, n] in `dtype`.
+    """
     of_a, of_b = scales_of(a), scales_of(b)
     return F.scaled_mm(
         a.values,
@@ -81,14 +84,14 @@ def scales_of(matrix: Quantised) -> Scales:
 
 
 def in_tiles(inverse: torch.Tensor) -> torch.Tensor:
-    """Arrange scales [rows, columns / 32], powers of two, as exponents in tiles: one zero-padded vector."""
+    """Arrange power-of-two scales [rows, columns / 32] as exponents in tiles, one zero-padded vector."""
     exponents = padded_exponents(inverse)
     tiles = exponents.view(-1, TILE_ROWS // 32, 32, exponents.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(MX_SCALE_DTYPE)
 
 
 def padded_exponents(inverse: torch.Tensor) -> torch.Tensor:
-    """Convert scales [rows, columns / 32], powers of two, to exponents (bytes), padded with zeros to whole tiles."""
+    """Convert power-of-two scales [rows, columns / 32] to exponents (bytes), zero-padded to whole tiles."""
     down, across = inverse.shape
     # Some devices cannot copy e8m0, but all can copy bytes.
     return F.pad(inverse.to(MX_SCALE_DTYPE).view(torch.uint8), (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))

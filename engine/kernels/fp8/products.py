@@ -1,12 +1,11 @@
 """Multiplies quantised matrices, A B^T, with the backend that `precision.fp8` names.
 
-    torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums; block scales
-               only on GPUs (`block_product.py`)
-    te         Transformer Engine's GEMM (cuBLASLt): fp32 sums; for weight gradients the GEMM itself adds them to the main grads
-    emulated   plain operators on the rounded numbers, in the accumulation dtype, on any device: the reference for the others
+    torch      torch's scaled GEMM, on GPUs from Ada and Hopper on (cuBLAS) and on CPUs (oneDNN or a plain loop)
+    te         Transformer Engine's GEMM (cuBLASLt), which adds weight gradients to the main grads
+    emulated   plain operators on any device, in the accumulation dtype, as the others' reference
 
-The emulation multiplies the same numbers as the other backends, because FP8 values and power-of-two scales are exact in the wider
-dtype. If a tensor has one scale, it multiplies the sums, as in a GEMM's epilogue.
+torch and te sum in fp32. torch takes block scales only on GPUs (`block_product.py`). All backends multiply the same numbers,
+because FP8 values and power-of-two scales are exact in the wider dtype.
 """
 
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class Fp8:
         return self.backend if self.te is None else f"te {self.te.version}"
 
     def activation(self, x: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-        """Quantise inputs X [n, in] or X^T [in, n]; with one scale, `largest` is the amax of the whole tensor."""
+        """Quantise X [n, in] or X^T [in, n]; with one scale, `largest` is the amax of the whole tensor."""
         return self._rounded(x, E4M3, self.recipe.activation_block, largest)
 
     def gradient(self, grad: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
@@ -70,7 +69,10 @@ class Fp8:
         return self.fusion(amax, variant=(*x.shape, *x.stride()))(x)
 
     def product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Compute A B^T + bias: a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`, summed in its accumulation dtype."""
+        """Compute A B^T + bias, summed in the accumulation dtype.
+
+        The shapes are a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`.
+        """
         if self.backend == "emulated":
             return emulated_product(a, b, bias, dtype)
         a, b = self._in_rows(a), self._in_rows(b)
@@ -85,7 +87,10 @@ class Fp8:
     def add_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, dtype: torch.dtype, *, overwrite: bool
     ) -> None:
-        """Compute total [m, n] += A B^T, or assign it if `overwrite`; the sum is in the accumulation dtype of the run's `dtype`."""
+        """Add A B^T to total [m, n], or assign it if `overwrite`.
+
+        The sum is in the accumulation dtype of `dtype`, the run's dtype.
+        """
         if self.te is not None:
             a, b = self._in_rows(a), self._in_rows(b)
             self.te.add_fp8_product(total, a, b, overwrite=overwrite, is_tensorwise=self.recipe.is_tensorwise)
@@ -98,7 +103,7 @@ class Fp8:
         return quantise(x, into, block, has_powers=self.recipe.has_powers, largest=largest, fusion=self.fusion)
 
     def _in_rows(self, matrix: Quantised) -> Quantised:
-        """Return a matrix with contiguous rows; copy it if they are not, as in X^T and dY^T, which are views of saved bytes."""
+        """Return a matrix with contiguous rows, copied if necessary."""
         values = matrix.values
         if values.is_contiguous():
             return matrix
@@ -144,7 +149,11 @@ def open_fp8(config: Fp8Config | None, dtype: torch.dtype, device: torch.device)
 
 
 def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: torch.device) -> str:
-    """Try each of a layer's products on small matrices; return the reason if one does not run, else ""."""
+    """Try each of a layer's products on small matrices.
+
+    Returns:
+        The reason if a product does not run, else "".
+    """
     if backend == "emulated":
         return ""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
@@ -183,8 +192,7 @@ def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
     """Run a layer's three products on small matrices in which every block has a different scale.
 
     Raises:
-        ValueError: a product differs from the emulation by more than rounding, for example because the backend reads the scales in
-            another order.
+        ValueError: a product differs from the emulation by more than rounding.
     """
     side = 2 * BLOCKS["blockwise"]
     places = torch.arange(side, device=device)

@@ -1,17 +1,16 @@
-"""FP8 recipes: each GEMM operand's format, and the blocks that share a scale.
+"""Quantises matrices to FP8 by a recipe, which sets formats and the blocks that share a scale.
 
     recipe       activations, gradients         weights                 gradients' format   scale
     tensorwise   one scale for the tensor       one for the tensor      e5m2, or e4m3       largest / amax, in fp32
     blockwise    1 x 128 along the contraction  128 x 128               e4m3                a power of two
     mxfp8        1 x 32 along the contraction   1 x 32                  e4m3                a power of two
 
-Activations and weights are in e4m3 (3 mantissa bits, at most 448); e5m2 has 2 mantissa bits and at most 57,344 (2209.05433, table
-1). `tensorwise` is current scaling: the scale is computed from the tensor's present values, not from those of earlier steps.
-`blockwise` is DeepSeek-V3's (2412.19437, section 3.3.2), with scales rounded to powers of two, so that scaling loses no bit.
-`mxfp8` is the OCP Microscaling format (2310.10537) with stored (inverse) scales rounded up (2506.08027), so that no value exceeds
-the format's largest number.
+Activations and weights are in e4m3, which has 3 mantissa bits and a maximum of 448. e5m2 has 2 mantissa bits and a maximum of
+57,344 (2209.05433, table 1). `tensorwise` computes the scale from the tensor's present values. `blockwise` is DeepSeek-V3's
+(2412.19437, section 3.3.2), with scales rounded to powers of two. `mxfp8` is the OCP Microscaling format (2310.10537), with stored
+(inverse) scales rounded up so that no value overflows (2506.08027).
 
-Each of a layer's GEMMs computes A B^T from two matrices that are quantised along their rows, the contracted dim:
+Each GEMM computes A B^T from matrices that are quantised along their rows, the contracted dim:
 
     forward                 Y [n, out]    = X [n, in] (W [out, in])^T
     gradient of the input   dX [n, in]    = dY [n, out] (W^T [in, out])^T
@@ -50,7 +49,7 @@ class Fp8Format(NamedTuple):
 
     @property
     def beyond(self) -> float:
-        """Half a unit in the last place above `largest`: values between `largest` and this bound round to `largest`."""
+        """Half a unit in the last place above `largest`. Values between `largest` and this bound round to `largest`."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1) * torch.finfo(self.dtype).eps / 2
 
 
@@ -76,7 +75,7 @@ class Recipe:
 
     @property
     def is_tensorwise(self) -> bool:
-        """Whether a tensor has one scale, on which all ranks that hold a part of it must agree."""
+        """Whether a tensor has one scale, on which all ranks that hold its parts must agree."""
         return self.activation_block is None
 
 
@@ -115,20 +114,20 @@ class Quantised:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Compute a tensor's largest absolute value, a scalar in the scales' dtype; `Fusion` can compile it."""
+    """Compute a tensor's largest absolute value, a scalar in the scales' dtype."""
     return x.abs().amax().to(SCALE_DTYPE)
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Copy a matrix to contiguous rows, as a GEMM reads them; `Fusion` can compile this function."""
+    """Copy a matrix to contiguous rows, as a GEMM reads them."""
     return x.contiguous()
 
 
 def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> torch.Tensor:
-    """Compute the factor that maps numbers up to `largest` (any shape, in the scales' dtype) to a format's range.
+    """Compute the factor that maps numbers up to `largest` to a format's range.
 
-    The factor is 1 for `largest` = 0 and finite for tiny values. An infinity or NaN in `largest` stays visible in the quantised
-    matrix.
+    `largest` has any shape and the scales' dtype. The factor is 1 for `largest` = 0 and finite for tiny values. An infinity or NaN
+    in `largest` stays visible in the quantised matrix.
     """
     if not has_powers:
         scale = (into.largest / largest).clamp(max=torch.finfo(SCALE_DTYPE).max)
@@ -157,8 +156,8 @@ def quantise(
         into: target format.
         block: (rows, columns) that share a scale; None for the whole matrix.
         has_powers: whether scales are rounded down to powers of two.
-        largest: amax over the whole tensor if it has one scale; None to compute it from this matrix, or per block.
-        fusion: runner for the rounding; if compiled, each FP8 number is written once, in contiguous rows.
+        largest: amax over the whole tensor if the tensor has one scale; None: computed from this matrix, or per block.
+        fusion: runner for the rounding.
     """
     kernel = fusion(round_to_fp8, variant=(*x.shape, *x.stride(), x.dtype, into, block, has_powers))
     return Quantised(*kernel(x, largest, into, block, has_powers))
@@ -171,7 +170,7 @@ def round_to_fp8(
     block: tuple[int, int] | None,
     has_powers: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `Quantised`'s fields, with contiguous values; arguments as in `quantise`. `Fusion` can compile it."""
+    """Compute `Quantised`'s fields, with contiguous values. Arguments are as in `quantise`."""
     rows, columns = x.shape
     # Block (i, j) is blocks[i, :, j, :], so one reduction over dims 1 and 3 gives all scales.
     r, c = block or (rows, columns)
@@ -186,16 +185,16 @@ def round_to_fp8(
 
 
 def is_bytes(x: torch.Tensor) -> bool:
-    """Whether a tensor holds FP8 numbers as bytes, the form that is sent and saved; uint8 is never a run's dtype."""
+    """Whether a tensor holds FP8 numbers as bytes, the form that is sent and saved."""
     return x.dtype == torch.uint8
 
 
 def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion) -> Quantised:
-    """View bytes [rows, columns] as FP8 numbers in format `into`, with one scale, computed from the tensor's amax `largest`."""
+    """View bytes [rows, columns] as FP8 numbers whose one scale follows from the tensor's amax `largest`."""
     assert largest is not None, "numbers that share no scale are not kept as bytes"
     return Quantised(x.view(into.dtype), fusion(inverse_of, variant=into)(largest, into))
 
 
 def inverse_of(largest: torch.Tensor, into: Fp8Format) -> torch.Tensor:
-    """Compute the factor [1, 1] from FP8 to real values for a tensor with amax `largest`; `Fusion` can compile it."""
+    """Compute the factor [1, 1] from FP8 to real values for a tensor with amax `largest`."""
     return scale_of(largest.view(1, 1), into, has_powers=False).reciprocal()

@@ -1,20 +1,18 @@
-"""A rank's current activity in its node's shared memory, where other processes read it when the rank hangs.
+"""Keeps a rank's current activity in shared memory, where other processes can read it.
 
     executor, training loop, ledger  ->  Heartbeat  ->  320 bytes in /dev/shm  ->  any process of the node, at any time
 
-A beat is a few stores into mapped memory: no system call, no clock, no lock. A reader only checks whether anything has changed, so
+A beat is a few stores into mapped memory, with no system call, clock or lock. A reader only checks whether anything has changed, so
 a half-finished write does no harm.
 
-The file is written once before it is mapped. If /dev/shm has no room for a page, a store into the page ends the process with
-SIGBUS, but a write fails with an error; the rank then uses the folder for temporary files. By default, Docker gives all of a
-container's processes together 64 MB in /dev/shm.
+The file is written once before it is mapped. If /dev/shm is full, this write fails, and the rank uses the folder for temporary
+files. A store into a page without memory would end the process with SIGBUS.
 
     index of int64   0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
                      10 building  11 built
     byte of text     128.. part   160.. op   192.. axis   224.. purpose, each padded with zeros
 
-`step` counts from 1. `position` is the running action's number in the rank's schedule, from 1; 0 if none runs. (Actions are
-counted, not instructions, because programs with early and with late receives have the same actions.)
+`Beat` describes the fields.
 """
 
 import errno
@@ -61,13 +59,13 @@ class Beat:
         beats: number of activity changes; if it is equal at two moments, the rank has not moved.
         step: step, counted from 1; 0 before the first.
         part: part of the training loop; "" before the first.
-        position: the running action's number in the rank's schedule, from 1; 0 if no action runs.
+        position: the running action's number in the rank's schedule, from 1; 0 if no action runs. Posts are not counted.
         op, axis, purpose: labels of the call that the rank waits for; "" if it waits for no call.
         peer: index, on `axis`, of the rank that this rank sends to or receives from; NO_PEER for a collective.
         begun: number of steps that this process has begun.
         started: start time of this process, in milliseconds since the epoch; together with `pid` it identifies the process.
         building: 1 while the rank's loader builds an epoch's order, or waits for another process on its node to build it.
-        built: number of the order's pieces built so far. The loader's thread increments it, and another thread increments `beats`.
+        built: number of the order's pieces built so far.
     """
 
     rank: int
@@ -92,9 +90,9 @@ class Beat:
 
 
 def folders_of(run: Path) -> list[Path]:
-    """List the folders in which a run's ranks on this node may keep their heartbeats, the preferred one first.
+    """List the folders in which a run's ranks on this node may keep their heartbeats.
 
-    All ranks on a node get the same folders, so each finds the others' files.
+    The preferred folder comes first. All ranks on a node get the same folders.
     """
     places = [place for place in [Path("/dev/shm")] if place.is_dir()]
     with suppress(OSError):  # no folder for temporary files is writable
@@ -108,7 +106,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether the path is this user's directory to which no other user may write; False if nothing is there."""
+    """Whether the path is this user's directory, to which no other user may write."""
     try:
         found = folder.lstat()
     except OSError:
@@ -117,7 +115,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _must_be_ours(folder: Path) -> None:
-    """Refuse a folder that another user could change: /dev/shm is open to all, and the folder's name can be guessed.
+    """Refuse a folder that another user could change.
 
     Raises:
         TriaxisError: the path is a link, or another user owns it or may write to it.
@@ -136,8 +134,8 @@ class Heartbeat(StepWatcher):
     """This rank's heartbeat, which follows its steps and its waits (`triaxis.engine.comm.ledger.WaitObserver`).
 
     Args:
-        folders: candidate folders, from `folders_of`; the file is in the first one that has room. Files that an earlier attempt has
-            left for this rank are removed.
+        folders: candidate folders, from `folders_of`; the file is in the first one that has room. This rank's files from earlier
+            attempts are removed.
 
     Attributes:
         path: heartbeat file.
@@ -174,7 +172,7 @@ class Heartbeat(StepWatcher):
         self._num_actions = 0
 
     def enter(self, part: StepPart) -> None:
-        """Record that the loop enters `part`; the first part also begins a step."""
+        """Record that the loop enters `part`. The first part also begins a step."""
         if part == FIRST:
             self._words[_STEP] += 1
             self._words[_BEGUN] += 1
@@ -187,7 +185,7 @@ class Heartbeat(StepWatcher):
         self._words[_STEP] = steps_made
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """Record that the executor begins `instruction`, and count actions; None after the last instruction."""
+        """Record that the executor begins `instruction`, and count actions. `instruction` is None after the last one."""
         if isinstance(instruction, Action):
             self._num_actions += 1
         elif instruction is None:
@@ -212,7 +210,7 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def builds(self) -> None:
-        """Record that one more piece of an epoch's order is built; the loader's thread calls it."""
+        """Record that one more piece of an epoch's order is built."""
         self._words[_BUILDING] = 1
         self._words[_BUILT] += 1
 
@@ -231,12 +229,12 @@ class Heartbeat(StepWatcher):
         return _parse(self._map[:])
 
     def of_rank(self, rank: int, attempt: int) -> Beat | None:
-        """Read the heartbeat of a rank on this node in an attempt, from any folder; None if there is none."""
+        """Read the heartbeat of a rank on this node in an attempt, or return None."""
         beats = [read_beat(file_of(folder, rank)) for folder in self._folders if _is_ours(folder)]
         return next((beat for beat in beats if beat is not None and beat.attempt == attempt), None)
 
     def remove(self, rank: int) -> None:
-        """Remove the file of an ended rank on this node, and the folders that are then empty."""
+        """Remove the file of an ended rank on this node, and any empty folders."""
         self._unlink(rank)
         for folder in filter(_is_ours, self._folders):
             with suppress(OSError):
@@ -284,7 +282,7 @@ def _mapped(folder: Path, rank: int) -> mmap.mmap:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Read a heartbeat file on this node; None if there is no such file, or if it is no heartbeat file of this version."""
+    """Read a heartbeat file on this node. Return None if the file is missing, or is no heartbeat of this version."""
     try:
         content = read_regular(path, SIZE)
     except OSError:
@@ -295,7 +293,7 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def started_at(pid: int) -> int:
-    """Start time of a process, in milliseconds since the epoch; 0 if the process cannot be inspected."""
+    """Start time of a process, in milliseconds since the epoch. 0 if the process cannot be inspected."""
     try:
         return round(psutil.Process(pid).create_time() * 1000)
     except psutil.Error:

@@ -1,12 +1,12 @@
-"""The hang report: which rank waits for which, from each rank's activity and the schedule.
+"""Reports which rank waits for which in a hang, and the likely cause.
 
     rank 13   F of microbatch 7, waits for a receive over pp_forward  ->  rank 9
     rank 12   in an all-reduce over tp that 13 has not entered        ->  rank 13
     rank 9    in the optimizer, waits for no rank, does not answer    <-  the cause: all others wait for it
 
-A rank in a collective waits for the group members that are not in the same call. The cause is sought among ranks that others wait
-for and that wait for no rank. If there are none, the ranks wait for each other in a circle, or all ranks of a call are in it and
-the call does not end.
+A rank in a collective waits for the group members that are not in the same call. The likely cause is a rank that others wait for
+and that waits for no rank. If no rank is like that, the ranks wait for each other in a circle, or a call with all its ranks does
+not end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,11 @@ class RunLayout:
 
 
 class HangReport:
-    """The report of one hang; `statuses` has every rank's status, in rank order."""
+    """The report of one hang.
+
+    Args:
+        statuses: every rank's status, in rank order.
+    """
 
     def __init__(self, layout: RunLayout, statuses: Sequence[RankStatus]) -> None:
         self._layout = layout
@@ -75,18 +79,19 @@ class HangReport:
 
     @cached_property
     def culprits(self) -> list[int]:
-        """Likely causes: ranks that do not answer; if there are none, ranks that others wait for and that wait for none.
+        """The ranks that probably cause the hang.
 
-        If there are none of these either, the ranks in the earliest step and part (`_behind`).
+        These are the ranks that do not answer. If all answer, they are the ranks that others wait for and that wait for none. If
+        there are none of these either, they are the ranks in the earliest step and part.
         """
         waited_for = {target for targets in self._distinct_targets() for target in targets}
         silent = [each.rank for each in self._statuses if not each.answers]
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
 
     def _behind(self) -> list[int]:
-        """List the ranks in the earliest step and part, if no rank's host waits (on GPUs the devices do).
+        """List the ranks in the earliest step and part.
 
-        [] if a host waits, or if all ranks are in the same step and part.
+        [] if a rank's host waits for another rank, or if all ranks are in the same step and part.
         """
         if any(self._targets):
             return []
@@ -99,7 +104,7 @@ class HangReport:
         return max((each.beat.step for each in self._statuses if each.beat is not None), default=0)
 
     def headline(self) -> str:
-        """Describe the cause in one sentence: the ranks that hold up the others, a circle, or a call that does not end."""
+        """Describe the cause in one sentence."""
         culprits = self.culprits
         if culprits:
             return "; ".join(self._about_culprit(rank) for rank in culprits[:_SHOWN])
@@ -161,7 +166,7 @@ class HangReport:
         return self._missing[call]
 
     def _distinct_targets(self) -> list[list[int]]:
-        """List the ranks' lists of waited-for ranks; a list that all ranks in one call share appears only once."""
+        """List the lists of waited-for ranks, without repeating one that several ranks share."""
         return list({id(targets): targets for targets in self._targets}.values())
 
     def _is_in(self, rank: int, call: Beat) -> bool:
@@ -175,7 +180,7 @@ class HangReport:
         )
 
     def _calls_between_nodes(self) -> list[str]:
-        """List `the all_reduce over world (step) is between node 0 (ranks 0, 1) and node 1 (ranks 2, 3)`, each call once."""
+        """Describe the calls that span several nodes, each call once."""
         grid, told = self._layout.grid, dict[str, None]()
         for beat in (each.beat for each in self._statuses if each.beat is not None and each.beat.op):
             nodes: dict[int, list[int]] = {}
@@ -211,7 +216,7 @@ class HangReport:
         return f"{self.name(rank)} waits for {ranks} in the {beat.op} over {beat.axis} ({beat.purpose}), {where}"
 
     def _in_call(self, rank: int) -> str:
-        """Describe the call in which a rank waits although all its peers are in it too; "" if it waits in no call."""
+        """Describe the call in which a rank waits with all its peers, or return ""."""
         beat = self._statuses[rank].beat
         return (
             ""
@@ -241,12 +246,12 @@ class HangReport:
         return self._layout.forward_schedule if beat.part == StepPart.VALIDATION else self._layout.train_schedule
 
     def _action(self, beat: Beat) -> Action | None:
-        """Find the action that a rank is running, in its pipeline rank's schedule; None if it runs none."""
+        """Find the action that a rank is running, or None."""
         actions = self._schedule(beat).actions[self._layout.grid.coordinates(beat.rank).pp]
         return actions[beat.position - 1] if 0 < beat.position <= len(actions) else None
 
     def _circle(self) -> list[int]:
-        """Find ranks in a circle, each of which waits for the next one and the last for the first; [] if there is none."""
+        """Find ranks that wait for each other in a circle; [] if there are none."""
         for start, targets in enumerate(self._targets):
             path = [start]
             while targets:
@@ -263,7 +268,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _place(beat: Beat | None) -> tuple[int, int]:
-    """Measure how far a rank has come: its step, and the index of its part in `_PARTS`."""
+    """Measure how far a rank has come, as (step, index of its part in `_PARTS`)."""
     if beat is None:
         return (0, 0)
     return (beat.step, _PARTS.index(beat.part) if beat.part in _PARTS else len(_PARTS))

@@ -1,24 +1,20 @@
-"""The hang watch: it detects a job that hangs, reports it, and ends it in bounded time with its own exit code.
+"""Detects a hang, reports it, and ends the job with its own exit code.
 
-    each rank     a thread finds that the rank's heartbeat has not changed for `runtime.hang_seconds`, or for twice the longest
-                  earlier pause if that is longer (`StillLimit`)
+    each rank     a thread finds that the rank's heartbeat has not changed for longer than `StillLimit` allows
     status        the thread writes the rank's activity to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, and waits for the
                   other ranks' files for at most a grace period
-    deputy        the lowest rank on each node that wrote a status: it reads silent ranks' heartbeats in the node's memory and
-                  writes their statuses
-    reporter      the lowest rank that wrote a status: it writes the report (`report.py`) to report.json, events and its own output
-    end           deputies kill their nodes' silent ranks (SIGKILL, since a stopped process handles no other signal); all other
-                  ranks exit with `ExitCode.HUNG`
+    deputy        the lowest rank on each node that wrote a status; it writes the statuses of the node's silent ranks
+    reporter      the lowest rank that wrote a status; it writes the report (`report.py`) to report.json, events and its own output
+    end           deputies kill their nodes' silent ranks with SIGKILL; all other ranks exit with `ExitCode.HUNG`
 
 A rank that resumes was only slow, and deletes its status. While a rank's loader builds an epoch's order, each finished piece counts
-as movement. If other ranks report a hang meanwhile, the building rank writes `rank_00003.busy`, and they delete their statuses.
+as movement. If other ranks report a hang meanwhile, the building rank writes `rank_00003.busy`, and the other ranks delete their
+statuses.
 
-Threads do all of this. They need the run directory and nothing from torch or other ranks, so they work while the main thread is
-blocked in a collective.
+The threads need only the run directory, so they work while the main thread is blocked in a collective.
 
-On GPUs a rank's host runs ahead of its device, so the recorded waits are the host's, mostly for a step's numbers. In such a wait
-the host stands still for nearly a whole step, without a heartbeat. NCCL's flight recorder knows the device's calls: the last ones
-are written next to the status, if this torch has a flight recorder.
+On GPUs, a rank's host runs ahead of its device, so the recorded waits are the host's. The device's last calls are in NCCL's flight
+record, which is written next to the status.
 """
 
 import json
@@ -77,10 +73,9 @@ class HangLimits:
 
     Attributes:
         still_seconds: time for which a rank may stand still.
-        first_seconds: the same limit in an attempt's first two steps. The first step creates much that later steps reuse: kernels,
-            connections, imports; its numbers are read in the second.
+        first_seconds: the same limit in an attempt's first two steps, which load kernels and open connections.
         look_seconds: time between two looks at a heartbeat.
-        grace_seconds: longest time to wait for the others' statuses; up to twice this time is then spent waiting for the report.
+        grace_seconds: longest time to wait for the others' statuses. The wait for the report takes at most twice as long.
     """
 
     still_seconds: float
@@ -98,15 +93,15 @@ class HangLimits:
 
     @property
     def end_seconds(self) -> float:
-        """Longest time from the moment at which the last rank stops until all ranks have ended, after the first steps."""
+        """Longest time from the last rank's stop to the end of all ranks. The attempt's first steps may take longer."""
         return self.still_seconds + 2 * self.look_seconds + 3 * self.grace_seconds
 
 
 class StillLimit:
-    """Limit on how long this rank may stand still. It grows with the rank's earlier pauses.
+    """Limit on how long this rank may stand still, which grows with its earlier pauses.
 
-    So a run whose steps are longer than `runtime.hang_seconds` does not count as hanging. Pauses in the first two steps raise only
-    the third step's limit, because those two steps may be slow for their own reasons.
+    So a run whose steps are longer than `runtime.hang_seconds` does not count as hanging. From the third step on, the limit is at
+    least `SLOWER` times the longest earlier pause. Pauses in the first two steps count only for the third step.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -115,7 +110,7 @@ class StillLimit:
         self._later_seconds = 0.0
 
     def seconds(self, begun: int) -> float:
-        """Limit in seconds while the rank is in step `begun` of this process, counted from 1."""
+        """Limit in seconds while the rank is in this process's step `begun`, from 1."""
         if begun <= _FIRST_STEPS:
             return self._limits.first_seconds
         slowest = self._later_seconds
@@ -124,7 +119,7 @@ class StillLimit:
         return max(self._limits.still_seconds, SLOWER * slowest)
 
     def went_on(self, begun: int, still_seconds: float) -> None:
-        """Record that the rank stood still for `still_seconds` in step `begun`, and then resumed by itself."""
+        """Record that the rank stood still in step `begun`, and then resumed by itself."""
         if begun <= _FIRST_STEPS:
             self._first_seconds = max(self._first_seconds, still_seconds)
         else:
@@ -133,16 +128,16 @@ class StillLimit:
 
 @dataclass(eq=False)
 class HangWatch:
-    """One rank's thread that detects a hang; `start` starts it, and it ends with the process.
+    """One rank's thread that detects a hang, started by `start`.
 
     Attributes:
         folder: RUN_DIR/hangs/attempt_<n>, the same on all nodes.
         limits: time limits.
-        announce: function that the reporter calls with the step and the report's text before it ends the process.
-        write_flight_record: function that writes the backend's record of this rank's last calls to a file, if it keeps a record.
-        leave: function that ends this process with an exit code.
-        where: function that returns the host, process and GPU of a rank on this node, from its number and process id.
-        next_action: function that returns a clause for the report: what the next start of the command does.
+        announce: function (step, report's text) that the reporter calls before it ends the process.
+        write_flight_record: function (file) that writes the backend's record of this rank's last calls, if it keeps a record.
+        leave: function (exit code) that ends this process.
+        where: function (rank, process id) -> host, process and GPU of a rank on this node.
+        next_action: function () -> clause for the report: what the next start of the command does.
     """
 
     heartbeat: Heartbeat
@@ -278,7 +273,7 @@ class HangWatch:
         return True
 
     def _ranks(self, kind: str) -> list[int]:
-        """List the ranks with a status file of this kind; no file is opened, because all ranks look at the same time."""
+        """List the ranks with a status file of this kind, without opening a file."""
         found = (_RANK_FILE.fullmatch(path.name) for path in self.folder.glob(f"rank_*.{kind}.json"))
         return [int(match["rank"]) for match in found if match is not None]
 
@@ -288,7 +283,10 @@ class HangWatch:
             write_atomically(self.folder / f"rank_{self._rank:05d}.{BUSY}", [b""])
 
     def _busy_since(self, time_ns: int) -> bool:
-        """Whether a rank has written its busy file at or after `time_ns`, on the clock of the folder's file system."""
+        """Whether a rank has written its busy file at or after `time_ns`.
+
+        `time_ns` is on the clock of the folder's file system.
+        """
         for path in self.folder.glob(f"rank_*.{BUSY}"):
             with suppress(OSError):
                 if path.stat().st_mtime_ns >= time_ns:
@@ -315,7 +313,7 @@ class HangWatch:
 def may_hang(beat: Beat) -> bool:
     """Whether a rank that does not move may hang.
 
-    It does not before its first step, nor while it saves a checkpoint without waiting for another rank: then it writes to its disk.
+    False before its first step, and while it writes a checkpoint without waiting for another rank.
     """
     return bool(beat.part) and (beat.part != StepPart.CHECKPOINT or bool(beat.op))
 
@@ -326,7 +324,7 @@ def write_status(path: Path, status: RankStatus) -> None:
 
 
 def read_status(path: Path) -> RankStatus | None:
-    """Read a status that `write_status` wrote; None if the file is missing or holds something else."""
+    """Read a status that `write_status` wrote, or return None if the file has none."""
     try:
         record = read_object(path)
         if record is None:
@@ -344,7 +342,7 @@ def read_status(path: Path) -> RankStatus | None:
 
 
 def hang_report(folder: Path) -> Mapping[str, Any] | None:
-    """Read the hang report in RUN_DIR/hangs/attempt_<n>; None if the file is missing or holds something else."""
+    """Read the hang report in RUN_DIR/hangs/attempt_<n>, or return None if the file has none."""
     try:
         report = read_object(folder / REPORT)
     except (OSError, ValueError):

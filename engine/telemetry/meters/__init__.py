@@ -1,1 +1,1 @@
-"""Meters, which measure a run's steps and add the numbers to the steps' records; `table.py` lists them."""
+"""Measures a run's steps and adds the numbers to the steps' records. `table.py` lists the meters."""

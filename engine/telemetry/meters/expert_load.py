@@ -1,9 +1,9 @@
-"""The meter that records how many tokens each expert gets.
+"""Records how many tokens each expert gets.
 
     tokens per layer and expert, over the global batch   ->   printed line, metrics.jsonl and charts, report page
 
-A step has layers x experts counts, too many for each record. So only about `MOST_COUNTS` records in a run hold counts, and each of
-these sums the counts of all steps since the previous one.
+A step has layers x experts counts, too many for each record. So only about `MOST_COUNTS` records in a run hold counts. Such a
+record sums the counts of all steps since the previous such record.
 """
 
 import math
@@ -25,7 +25,7 @@ _DIGITS = 4
 
 @dataclass
 class LoadMeter(StepMeter):
-    """Meter for the record's `experts` field; it exists on rank 0 alone, which writes the records.
+    """Meter for the record's `experts` field, on rank 0 alone.
 
     Attributes:
         layers: indices of the layers with experts.
@@ -41,21 +41,21 @@ class LoadMeter(StepMeter):
 
     @classmethod
     def of(cls, engine: Engine) -> "LoadMeter | None":
-        """Build the meter; None if the model has no experts, or if this is not rank 0."""
+        """Build the meter. None if the model has no experts, and on ranks other than 0."""
         layers, log_interval = engine.config.model.expert_layers, engine.config.telemetry.log_interval
         return cls(layers, engine.plan.num_steps, log_interval) if layers and engine.topology.rank == 0 else None
 
     def begin(self, steps_made: int) -> None:
-        """Drop the counts that no record holds yet: the run starts, or has returned to a checkpoint."""
+        """Drop the counts that no record holds yet."""
         self._first_step, self._counts = None, []
 
     def has_counts(self, step: int) -> bool:
-        """Whether the record of step `step` (from 1) holds counts: the last step's does, and some of those with a printed line."""
+        """Whether the record of step `step`, counted from 1, holds counts. The last step's record always does."""
         every = self.log_interval * max(1, math.ceil(self.num_steps / (MOST_COUNTS * self.log_interval)))
         return step % every == 0 or step == self.num_steps
 
     def read(self, step: int, result: StepResult) -> Measured:
-        """Read the load in step `step`, counted from 0; the printed line names the layer with the most uneven load."""
+        """Read the load in step `step`, counted from 0. The printed line names the layer with the most uneven load."""
         if self._first_step is None:
             self._first_step, self._counts = step + 1, [[0] * len(counts) for counts in result.load]
         for total, counts in zip(self._counts, result.load, strict=True):

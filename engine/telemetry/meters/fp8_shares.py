@@ -1,11 +1,11 @@
-"""Shares of values that FP8 rounds to zero or clamps, per linear layer and operand, every K steps (`telemetry.fp8_interval`).
+"""Measures the shares of values that FP8 rounds to zero or clamps, every K steps.
 
-    forward     counts the input X as the GEMM reads it, once per microbatch (not when a layer is recomputed); the weight W once
+    forward     counts the input X as the GEMM reads it, once per microbatch, and the weight W once
     backward    counts the output's gradient dY as the input gradient's GEMM reads it
     step's end  one integer all-reduce [linear layers in the model, 3 operands, 3 counts] over the world
     read        the sums reach the host together with the step's other numbers
 
-`engine/linear/fp8_shares.py` does the counting; this meter sums and reports.
+K is `telemetry.fp8_interval`. `engine/linear/fp8_shares.py` does the counting.
 """
 
 from itertools import islice, product
@@ -24,10 +24,10 @@ PURPOSE = "fp8 shares"
 
 
 class Fp8Shares(StepMeter):
-    """Meter for the record's `fp8` field: shares of an operand's nonzero values, by linear layer and operand.
+    """Meter for the record's `fp8` field, by linear layer and operand.
 
-    `underflow` is the share rounded to zero, `overflow` the share clamped to the format's largest number. An operand that is all
-    zeros has no entry. Charts are under health/fp8/; one chart per operand shows its worst layer.
+    `underflow` is the share of nonzero values rounded to zero. `overflow` is the share clamped to the format's largest number. An
+    operand that is all zeros has no entry. Charts are under health/fp8/. One chart per operand shows the worst layer.
 
     Args:
         counts: this rank's counts.
@@ -42,20 +42,20 @@ class Fp8Shares(StepMeter):
 
     @classmethod
     def of(cls, engine: Engine) -> "Fp8Shares | None":
-        """Build the meter; None if `telemetry.fp8_interval` is not set."""
+        """Build the meter. None if `telemetry.fp8_interval` is not set."""
         counts, interval = engine.chunks[0].fp8_counts, engine.config.telemetry.fp8_interval
         if counts is None or interval is None:
             return None
         return cls(counts, engine.topology.axis("world"), interval)
 
     def begin(self, steps_made: int) -> None:
-        """Start measuring with `steps_made` steps complete; drop sums that were posted and not read."""
+        """Start measuring with `steps_made` steps complete. Sums not read yet are dropped."""
         self._step = steps_made
         self._counts.end()
         self._posted.clear()
 
     def before_step(self) -> None:
-        """Start counting if the step about to begin is a measured one."""
+        """Start counting if the next step is measured."""
         if (self._step + 1) % self._interval == 0:
             self._counts.begin()
 
@@ -67,7 +67,7 @@ class Fp8Shares(StepMeter):
         self._step += 1
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the shares in step `step`, counted from 0; None if it was not measured."""
+        """Read the shares in step `step`, counted from 0. None if the step was not measured."""
         if step not in self._posted:
             return None
         numbers = iter(self._posted.pop(step).wait())

@@ -1,12 +1,12 @@
-"""Gradient, weight and update norms per parameter group (`optimizer.groups`), every K steps.
+"""Measures gradient, weight and update norms per parameter group, every K steps.
 
-    before the update   sums of squares over the owned gradients and master weights, by group; a copy of the master weights
-    after the update    sums of squares over the master weights' changes; one all-reduce [3 x groups] over the world
+    before the update   sums squares over the owned gradients and master weights, by group, and copies the master weights
+    after the update    sums squares over the master weights' changes; one all-reduce [3 x groups] over the world
     read                the sums reach the host together with the step's other numbers
 
-Each element counts once over the world, as in the global gradient norm: owners hold disjoint parts, and only a parameter's first
-replica counts. A group's gradient norm is the global norm times the square root of the group's share in the sum of squares. So it
-depends neither on the loss scale nor on the token count. In a measured step, the copy needs as many bytes as the master weights.
+Each element counts once over the world, because only a parameter's first replica counts. A group's gradient norm is the global
+norm times the square root of the group's share in the sum of squares. So the group's norm depends neither on the loss scale nor on
+the token count. In a measured step, the copy needs as many bytes as the master weights.
 """
 
 import math
@@ -32,10 +32,10 @@ OTHERS = "others"
 
 
 class GroupNorms(StepMeter):
-    """Meter for the record's `norms` field: each group's gradients before clipping, weights before the update, and the update.
+    """Meter for the record's `norms` field, which holds each group's gradient, weight and update norms.
 
-    Charts are under learning/norms/; there, `relative_update` is the update's norm over the weights'. If the step's gradients are
-    not finite, gradient norms are nan and the update is 0.
+    Gradients are measured before clipping, weights before the update. In charts under learning/norms/, `relative_update` is the
+    update's norm over the weights' norm. If gradients are not finite, gradient norms are nan and the update is 0.
 
     Args:
         optimizer: optimizer that owns the gradients and master weights.
@@ -60,19 +60,19 @@ class GroupNorms(StepMeter):
 
     @classmethod
     def of(cls, engine: Engine) -> "GroupNorms | None":
-        """Build the meter; None if `telemetry.norms_interval` is not set."""
+        """Build the meter. None if `telemetry.norms_interval` is not set."""
         interval = engine.config.telemetry.norms_interval
         if interval is None:
             return None
         return cls(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, interval)
 
     def begin(self, steps_made: int) -> None:
-        """Start measuring with `steps_made` steps complete; drop sums that were posted and not read."""
+        """Start measuring with `steps_made` steps complete. Sums not read yet are dropped."""
         self._step, self._before = steps_made, None
         self._posted.clear()
 
     def before_update(self) -> None:
-        """In a measured step, sum the squares of gradients and master weights, and copy the master weights."""
+        """Sum squares of gradients and master weights, and copy the master weights, in a measured step."""
         if (self._step + 1) % self._interval:
             return
         masters = [owned.state.read(MASTER).clone() for owned in self._counted]
@@ -80,7 +80,7 @@ class GroupNorms(StepMeter):
         self._before = self._sums(grads), self._sums(masters), masters
 
     def after_update(self) -> None:
-        """In a measured step, sum the squares of the master weights' changes, and post the sums over all ranks."""
+        """Sum squares of the master weights' changes over all ranks, in a measured step."""
         if self._before is not None:
             grads, weights, masters = self._before
             changes = [owned.state.read(MASTER) - was for owned, was in zip(self._counted, masters, strict=True)]
@@ -90,7 +90,7 @@ class GroupNorms(StepMeter):
         self._step += 1
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the norms in step `step` (from 0) by group; None if it was not measured."""
+        """Read the norms in step `step`, counted from 0, by group. None if the step was not measured."""
         if step not in self._posted:
             return None
         sums = self._posted.pop(step).wait()
@@ -108,7 +108,7 @@ class GroupNorms(StepMeter):
         return Measured({"norms": fields}, charts)
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute each group's sum of squares, [groups]; `tensors` has one tensor for each bucket that counts on this rank."""
+        """Compute each group's sum of squares, [groups]. `tensors` holds one tensor per bucket in `_counted`."""
         sums = torch.zeros(len(self._names), dtype=AGREEMENT_DTYPE, device=self._device)
         for tensor, parts in zip(tensors, self._parts, strict=True):
             for where, place in parts:
@@ -119,7 +119,7 @@ class GroupNorms(StepMeter):
 
 
 def _parts(owned: OwnedBucket, groups: Sequence[GroupFields], places: Mapping[int, int]) -> Sequence[tuple[slice, int]]:
-    """Split a bucket's owned elements into (slice, group index) pairs; adjacent segments in the same group become one pair."""
+    """Split a bucket's owned elements into pairs of slice and group index. Adjacent segments of one group become one pair."""
     parts: list[tuple[slice, int]] = []
     for segment in owned.segments:
         number = group_of(segment.record.spec.name, groups)

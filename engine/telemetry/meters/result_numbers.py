@@ -1,4 +1,4 @@
-"""Meters for numbers that the step result already has: multi-token losses, the loss scale, skipped updates."""
+"""Records numbers that the step result already has."""
 
 from triaxis.engine.errors import counted
 from triaxis.engine.step_result import StepResult
@@ -7,10 +7,10 @@ from triaxis.engine.telemetry.record.metrics import Measured
 
 
 class LossesAhead(StepMeter):
-    """Meter for `losses_ahead`: multi-token prediction losses in nats per token, by distance beyond the next token."""
+    """Meter for `losses_ahead`, the multi-token prediction losses in nats per token, nearest token first."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the losses; None if the model predicts only the next token."""
+        """Read the losses. None if the model predicts only the next token."""
         if not result.ahead:
             return None
         charts = {f"learning/loss_ahead_{distance}": loss for distance, loss in enumerate(result.ahead, start=1)}
@@ -21,13 +21,13 @@ class LossesAhead(StepMeter):
 
 
 class LossScales(StepMeter):
-    """Meter for `loss_scale` (fp16) and `num_overflows`, the number of steps that have overflowed in this attempt so far."""
+    """Meter for fp16's `loss_scale` and `num_overflows`, the steps that overflowed in this attempt so far."""
 
     def __init__(self) -> None:
         self._num_overflows = 0
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the scale and the count; None in dtypes other than fp16."""
+        """Read the scale and the count. None in dtypes other than fp16."""
         if result.loss_scale is None:
             return None
         self._num_overflows += result.skip == "overflowed"
@@ -38,13 +38,13 @@ class LossScales(StepMeter):
 
 
 class Outliers(StepMeter):
-    """Meter for `num_outliers`: number of updates in this attempt so far that `resilience.skip_above_deviations` skipped."""
+    """Meter for `num_outliers`, the updates in this attempt that `resilience.skip_above_deviations` has skipped."""
 
     def __init__(self) -> None:
         self._num_outliers = 0
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the number; None as long as it is 0."""
+        """Read the number. None as long as the number is 0."""
         self._num_outliers += result.skip == "outlier"
         if not self._num_outliers:
             return None

@@ -1,12 +1,13 @@
-"""The interface of meters, which measure a run's steps and add the numbers to the steps' records.
+"""Defines the interface of meters, which measure a run's steps.
 
-    begin            the run starts or returns to a checkpoint: posted numbers that were not read are dropped
+    begin            the run starts or returns to a checkpoint; numbers not read yet are dropped
     before_step      the forward is about to begin
     before_update    gradients are complete; weights are still the ones that produced them
     after_update     the update is posted
     read             the step's numbers are on the host, perhaps a step later; the meter returns fields, charts and a line
 
-Before `read`, a meter must not copy numbers to the host, because such a copy waits for the device. It posts a `HostCopy` instead.
+Before `read`, a meter must not copy numbers to the host, because such a copy waits for the device. The meter posts a `HostCopy`
+instead.
 """
 
 from triaxis.engine.step import Engine
@@ -17,17 +18,16 @@ from triaxis.engine.telemetry.record.metrics import Measured
 class StepMeter:
     """Base class for a run's meters.
 
-    A meter that communicates must exist on every rank, and every rank makes the same calls. `read` must be overridden; the other
-    methods do nothing by default.
+    A meter that communicates must exist on every rank, and every rank makes the same calls. Only `read` must be overridden.
     """
 
     @classmethod
     def of(cls, engine: Engine) -> "StepMeter | None":
-        """Build the meter; None if the run's configuration does not need it."""
+        """Build the meter. None if the run's configuration does not need it."""
         return cls()
 
     def begin(self, steps_made: int) -> None:
-        """Start measuring with `steps_made` steps complete, at a run's start or after a rollback."""
+        """Start measuring with `steps_made` steps complete."""
 
     def before_step(self) -> None:
         """Prepare for the step that is about to begin."""
@@ -39,5 +39,5 @@ class StepMeter:
         """Measure what the update has changed."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return what was measured in step `step` (from 0), or None if nothing was; each step is read once, in order."""
+        """Return the numbers of step `step`, counted from 0, or None. Each step is read once, in order."""
         raise NotImplementedError

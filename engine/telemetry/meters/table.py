@@ -1,4 +1,4 @@
-"""The list of meters: to record a new number per step, add a file to this package and a row here, or use an extension."""
+"""Lists the meters. To record a new number per step, add a file and a row here, or use an extension."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,5 +21,5 @@ METERS: Sequence[Callable[[Engine], StepMeter | None]] = (
 
 
 def open_meters(engine: Engine) -> list[StepMeter]:
-    """Build this rank's meters: the ones in `METERS`, then the ones that the run's extension adds. Every rank calls it."""
+    """Build this rank's meters, first `METERS`, then the run extension's. Every rank must call this function."""
     return [meter for make in (*METERS, *engine.config.model.own.meters) if (meter := make(engine)) is not None]

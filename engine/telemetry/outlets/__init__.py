@@ -1,1 +1,1 @@
-"""Outlets, which write a run's records and messages to the terminal, logs, wandb and TensorBoard."""
+"""Writes a run's records and messages to the terminal, logs, wandb and TensorBoard."""

@@ -1,4 +1,4 @@
-"""The banner before the first step and the summary after the last one, as rows for `Report.block`.
+"""Formats the banner before the first step and the summary after the last one.
 
 Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
   layout      tp=2 pp=2 ...                       loss      simpler models' entropies in order, this model's losses among them
@@ -46,10 +46,10 @@ class Start:
     """Facts for a run's banner, known once the engine is built.
 
     Attributes:
-        layout: sizes and schedule in a line ("tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel").
-        device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
-        kernels: names of the chosen kernels, in a line.
-        memory: predicted memory, in a line.
+        layout: sizes and schedule in a line, such as "tp=2 pp=2 dp=2: 8 ranks on 1 node, interleaved".
+        device: device and backend in a line, such as "cpu, gloo, 1 thread per rank".
+        kernels: line with the chosen kernels' names.
+        memory: line with the predicted memory.
         device_type: the logging rank's device type: `cpu` or `cuda`.
         counted: parameters by module, summed over the ranks (`triaxis.engine.telemetry.record.parameters.local_counts`).
         listed: number of elements in each of the model's parameters, by name.
@@ -58,7 +58,7 @@ class Start:
         unbroken: corpora that seem to have no document ends.
         read_again: corpora whose validation part holds fewer samples than a validation reads.
         trained: validation corpora that the run also trains on.
-        other_ends: corpora whose documents mostly end with another id than the run's end-of-document id.
+        other_ends: corpora whose documents mostly lack the run's end-of-document id.
     """
 
     config: Config
@@ -79,7 +79,7 @@ class Start:
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
-    """Show the banner: layout, device, batch, parameters, FLOPs, log paths. A later attempt shows only the changed rows."""
+    """Show the banner. A later attempt shows only the changed rows."""
     attempt = f", {attempt_name(directory.attempt)}" if directory.attempt else ""
     rows = [
         ("layout", start.layout),
@@ -117,12 +117,12 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
 
 
 def _rows_path(directory: RunDirectory, attempt: int) -> Path:
-    """Path of the file that keeps an attempt's banner rows."""
+    """Build the path of the file that keeps an attempt's banner rows."""
     return directory.path / LOGS / f"attempt_{attempt:02d}" / "banner.json"
 
 
 def _rows_before(directory: RunDirectory) -> list[tuple[str, str]] | None:
-    """Read the banner rows of the latest earlier attempt that kept them; None if none did."""
+    """Read the latest banner rows that an earlier attempt kept. None if there are no such rows."""
     for attempt in reversed(range(directory.attempt)):
         try:
             found = read_object(_rows_path(directory, attempt))
@@ -158,7 +158,7 @@ def _again(read: ReadAgain) -> str:
 
 
 def _other_end(found: OtherEnd) -> str:
-    """Describe that documents mostly do not end with the tokenizer's end-of-document id."""
+    """Describe that most documents lack the tokenizer's end-of-document id."""
     return (
         f"{found.corpus}: {found.num_others:,} of the first {found.looked_at:,} documents do not end with id {found.end}, the "
         f"tokenizer's end of a document; most of them end with id {found.most}. If the tokenizer is the right one, generation "
@@ -167,7 +167,7 @@ def _other_end(found: OtherEnd) -> str:
 
 
 def _documents(start: Start) -> Iterator[tuple[str, str]]:
-    """Yield rows: FLOPs saved by attention within documents, cost of unequal document lengths, corpora without document ends."""
+    """Yield rows about attention within documents, unequal document lengths and missing document ends."""
     documents, model = start.documents, start.config.model
     if documents is not None:
         share = attention_share(model, documents)
@@ -192,7 +192,7 @@ def _documents(start: Start) -> Iterator[tuple[str, str]]:
 
 
 def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:
-    """Describe the cost of unequal attention work across context-parallel ranks that gather keys and values."""
+    """Describe the cost of unequal attention work across context-parallel ranks."""
     most = predicted_imbalance(documents, config.train.micro_batch_size, config.parallel.cp, windows_of(config.model))
     cost = cost_of_cp_imbalance(config.model, documents, most)
     return (
@@ -202,7 +202,7 @@ def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:
 
 
 def _activations(start: Start) -> Iterator[tuple[str, str]]:
-    """Yield a row for each activation setting in use: recompute, gathered tensors kept for the backward, offload."""
+    """Yield a row for each activation setting in use."""
     asked, offload = start.config.recompute, start.config.offload
     if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
@@ -221,7 +221,7 @@ def _activations(start: Start) -> Iterator[tuple[str, str]]:
 
 
 def _flops(meter: Meter, start: Start) -> Iterator[str]:
-    """Describe the FLOPs per token, and the device's peak; a CPU has none."""
+    """Describe the FLOPs per token, and the device's peak if any."""
     has_mfu = meter.peak is not None or start.device_type != "cpu"
     # A number that people compare with other runs needs its convention.
     formula = f" = {convention(start.config.model, start.documents)}" if has_mfu else ", causal attention"
@@ -241,12 +241,12 @@ class End:
     Attributes:
         steps: number of completed steps, over all attempts.
         seconds: training time in this attempt.
-        loss, val_loss: loss in the last step, and in the last validation; None if there was no such step or validation.
-        entropies: nats per token that simple models reach on the corpus, by the model's name; may be empty.
+        loss, val_loss: loss in the last step and in the last validation, or None.
+        entropies: nats per token that simple models reach on the corpus, by model name; may be empty.
         text: text that the model wrote; None if no text was requested.
         prompt: prompt that the text continues.
         saved: folder of the last step's checkpoint; None if the run saves nothing.
-        memory: the logging rank's peak memory and the predicted one, in a line.
+        memory: line with the logging rank's peak memory and the predicted peak.
     """
 
     steps: int
@@ -261,7 +261,7 @@ class End:
 
 
 def show_end(report: Report, directory: RunDirectory, end: End) -> None:
-    """Show the summary: the model's last losses beside simpler models' entropies, a sample of its text, and where results are."""
+    """Show the summary with last losses, a sample of the model's text, and result paths."""
     rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
     if end.text is not None:
         rows += [("prompt", end.prompt.expandtabs(4)), ("output", end.text.expandtabs(4).rstrip())]
@@ -279,14 +279,14 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
 
 
 def _uses(run: str, exported: str) -> Iterator[str]:
-    """Yield the commands that read a run's newest checkpoint; both arguments are quoted for a shell."""
+    """Yield the commands that read a run's newest checkpoint. Both arguments must be quoted for a shell."""
     yield triaxis(f"evaluate {run} --text FILE")
     yield triaxis(f"generate {run} --prompt 'Once upon a time'")
     yield triaxis(f"export {run} {exported}")
 
 
 def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:
-    """List this model's losses and simpler models' entropies together, largest first, one line each."""
+    """List this model's losses and simpler models' entropies, largest first, one line each."""
     marked = {"validation loss": val_loss, "training loss, last step": loss}
     steps = [(value, name, "") for name, value in entropies.items()]
     steps += [(value, name, "  <- this model") for name, value in marked.items() if value is not None]

@@ -1,13 +1,13 @@
-"""Charts in wandb and TensorBoard, in four groups.
+"""Names and computes the charts in wandb and TensorBoard, in four groups.
 
 learning/loss  learning/val_loss  learning/lr  learning/grad_norm ...
 speed/tokens_per_second  speed/step_seconds  speed/tflops_per_gpu  speed/mfu  speed/share_bubble ...
 memory/peak_gib
 health/cp_imbalance  health/experts/dropped ...  each meter (`triaxis.engine.telemetry.meters`) names its own charts
 
-A chart that could only be flat is left out: shares for axes with size 1, and counted tokens if every step counts all its tokens.
-metrics.jsonl has every number. `telemetry.names: megatron` gives Megatron-LM's names to charts that Megatron-LM logs too
-(`megatron/training/training.py`, `training_log`), so that panels made for Megatron-LM runs keep working.
+A chart that could only be flat is left out, such as shares for axes with size 1. metrics.jsonl has every number.
+`telemetry.names: megatron` gives charts the names that Megatron-LM logs (`megatron/training/training.py`, `training_log`), so that
+panels made for Megatron-LM runs keep working.
 """
 
 from collections.abc import Mapping
@@ -61,10 +61,10 @@ MEGATRON_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 class Charts:
-    """The charts of one run: it names them and computes a step's points.
+    """Names one run's charts and computes a step's points.
 
     Args:
-        names: Megatron-LM's names, by our names; an empty mapping keeps ours.
+        names: Megatron-LM's chart names, by our names; an empty mapping keeps our names.
         flat_parts: parts of a step's time that are zero in this layout.
         tokens_per_step: number of tokens in a step, masked ones included.
     """
@@ -77,18 +77,18 @@ class Charts:
         """Choose the charts for a run.
 
         Args:
-            layout: size of each parallel axis, by name; an axis that is missing is assumed to have several ranks.
+            layout: size of each parallel axis, by name; a missing axis counts as larger than 1.
         """
         flat = [part for part, axes in _AXES_OF_PART.items() if all(layout.get(axis) == 1 for axis in axes)]
         names = MEGATRON_NAMES if config.telemetry.names == "megatron" else {}
         return cls(names, frozenset(flat), config.train.global_batch_size * config.model.seq_length)
 
     def name(self, ours: str) -> str:
-        """Look up the name under which the chart `ours` is logged."""
+        """Look up the logged name of the chart `ours`."""
         return self._names.get(ours, ours)
 
     def of(self, metrics: StepMetrics) -> dict[str, float]:
-        """Compute a step's value in each chart, by logged name; charts without a value (no peak, no validation) are left out."""
+        """Compute a step's value in each chart, by logged name. Charts without a value are left out."""
         values: dict[str, float | None] = {name: getattr(metrics, field) for name, field in _NAMES.items()}
         if metrics.loss_tokens != self._tokens_per_step:
             values["learning/counted_tokens"] = metrics.loss_tokens

@@ -1,4 +1,4 @@
-"""The run as a person sees it: lines on the terminal and in rank 0's log, and a progress bar.
+"""Shows a run as lines on the terminal and in rank 0's log, and as a progress bar.
 
 lines         --->  Live    a terminal: as many columns as fit, colours, the bar below the lines
               `-->  Plain   a file, a pipe, and always rank 0's log: all columns, no control sequences
@@ -44,7 +44,7 @@ class Outlet(Protocol):
 
 
 class Plain:
-    """A file or a pipe: text without control sequences, tables of any width."""
+    """A file or a pipe that gets no control sequences, and tables of any width."""
 
     width = 10_000
     text_width = 120
@@ -60,7 +60,7 @@ class Plain:
 class Live:
     """A terminal, with a bar below the lines while training.
 
-    While the bar is shown, `sys.stdout` and `sys.stderr` print above it and into `log`, because a warning would break the bar.
+    While the bar is shown, `sys.stdout` and `sys.stderr` print above the bar and into `log`.
 
     Args:
         terminal: a tty.
@@ -78,10 +78,7 @@ class Live:
 
     @property
     def width(self) -> int:
-        """Current terminal width in characters.
-
-        rich would ask standard output, which may be a pipe to the log. Some terminals report 0, which is replaced by `_COLUMNS`.
-        """
+        """Current terminal width in characters. `_COLUMNS` if the terminal reports 0."""
         with suppress(OSError):  # the terminal has hung up: the last width stays
             self._columns = os.get_terminal_size(self._terminal.fileno()).columns or _COLUMNS
         return self._columns
@@ -94,7 +91,7 @@ class Live:
         self._console.print(line, soft_wrap=True)
 
     def show_step(self, metrics: StepMetrics, eta_seconds: float) -> None:
-        """Update the bar; the first call shows it."""
+        """Update the bar. The first call shows the bar."""
         self._console.width = self.width
         shown: dict[str, Any] = {"completed": metrics.step, "loss": f"{metrics.loss:.4f}", "eta": duration(eta_seconds)}
         if self._bar is not None:
@@ -135,7 +132,7 @@ class Live:
 
 
 class _AboveBar(io.TextIOBase):
-    """A stream that writes whole lines above the bar and into the log; `behind` is the stream that it replaces."""
+    """A stream that writes whole lines above the bar and into the log. `behind` is the replaced stream."""
 
     def __init__(self, live: Live, log: TextIO | None, behind: TextIO) -> None:
         self._live = live
@@ -166,10 +163,10 @@ class Report:
     """Output for people during a run.
 
     Args:
-        log_interval: steps between lines; the first and the last step always have a line.
+        log_interval: steps between lines, besides the first and the last step.
         terminal: standard output as the user sees it; None on ranks that are not shown.
-        log: rank 0's log file; None: lines go to the terminal alone.
-        show_mfu: whether to show an MFU column; this needs a known peak rate for the device.
+        log: rank 0's log file; None if lines go to the terminal alone.
+        show_mfu: whether to show an MFU column, which needs the device's peak rate.
         memory: heading of the memory column.
     """
 
@@ -204,7 +201,7 @@ class Report:
                 outlet.write(Text(line, style))
 
     def block(self, title: str, rows: Rows) -> None:
-        """Print a title and labelled rows; values too long for the terminal wrap onto indented lines."""
+        """Print a title and labelled rows. Values too long for the terminal wrap onto indented lines."""
         label_width = max((len(label) for label, _ in rows), default=0)
         indent = 2 + label_width + 2
         for outlet, _ in self._outlets:
@@ -216,7 +213,7 @@ class Report:
                     head = Text(" " * indent)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Update the bar; print a line for the first step, the last step and every `log_interval`-th step."""
+        """Update the bar. Print a line for the first, the last and every `log_interval`-th step."""
         self._since_line.append(metrics)
         if len(self._recent_seconds) == 1 and self._recent_seconds[0] > metrics.step_time_seconds:
             self._recent_seconds.clear()  # the first step also warms up: its time would make the ETA far too long

@@ -1,13 +1,13 @@
-"""Formatting for people: numbers with three or four digits and a unit, and text wrapped to a width."""
+"""Formats numbers for people, and wraps text to a width."""
 
 import math
 import textwrap
 
 
 def significant(value: float) -> str:
-    """Format a number with three significant digits below 1 and four from 1 on, or as a whole number from 1,000 on.
+    """Format a number with three significant digits below 1 and four from 1 on.
 
-    Below 1e-4 and from 1e5 on there is an exponent and two digits: 0.00570, 0.0632, 1.234, 989.4, 12345, 1.2e+06.
+    Numbers from 1,000 on are whole. Numbers below 1e-4 or from 1e5 on have an exponent and two digits, as in 1.2e+06.
     """
     if not math.isfinite(value):
         return str(value)
@@ -20,7 +20,7 @@ def significant(value: float) -> str:
 
 
 def compact(value: float) -> str:
-    """Format a count: 950 or 12,412 in full; from 100,000 on, four digits with k, M, G or T: 124.1k, 1.235M."""
+    """Format a count in full below 100,000, else with four digits and a unit, as in 124.1k."""
     if abs(value) < 99_999.5:
         return f"{value:,.0f}"
     for unit in ("k", "M", "G"):
@@ -31,17 +31,17 @@ def compact(value: float) -> str:
 
 
 def gigabyte_decimals(num_bytes: int) -> int:
-    """Number of decimals for `num_bytes` in units of 10^9: 1, but below 10^9 bytes as many as three significant digits need."""
+    """Number of decimals for `num_bytes` in GB. Below 10^9 bytes, three significant digits are shown, else one decimal."""
     return 2 - math.floor(math.log10(num_bytes / 10**9)) if 0 < num_bytes < 10**9 else 1
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Format a memory or file size in units of 10^9 bytes, like `recompute.memory_gb`: 1,234.5 GB, 47.1 GB, 0.582 GB, 0.0164 GB."""
+    """Format a size in units of 10^9 bytes, as in 1,234.5 GB or 0.582 GB."""
     return f"{num_bytes / 10**9:,.{gigabyte_decimals(num_bytes)}f} GB"
 
 
 def in_bytes(num_bytes: int) -> str:
-    """Format memory or traffic in the largest decimal unit that gives 1 or more: 1.25 GB (10^9 bytes), 640.00 MB, 12 B."""
+    """Format a size in the largest fitting decimal unit, as in 1.25 GB or 12 B."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.2f} {unit}"
@@ -49,7 +49,7 @@ def in_bytes(num_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a time span like a clock: 0:09, 12:34, 1:23:45; from one day on without seconds, 2d 03:04."""
+    """Format a time span like a clock, as in 0:09, 1:23:45 or 2d 03:04."""
     whole = round(seconds)
     minutes, seconds_left = divmod(whole, 60)
     hours, minutes_left = divmod(minutes, 60)
@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Wrap text between words to lines of at most `width` characters, and keep its line breaks; a longer word stays whole."""
+    """Wrap text to lines of at most `width` characters. Line breaks stay, and a longer word stays whole."""
     return [
         part
         for line in text.split("\n")

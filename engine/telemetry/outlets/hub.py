@@ -1,4 +1,4 @@
-"""The telemetry object that every rank has; only the logging rank's has outlets.
+"""Provides each rank's telemetry object, which has outlets on the logging rank only.
 
     on_step, on_validation  ->  Telemetry  ->  Report       terminal and log, at once
                                            `->  sinks       metrics.jsonl, wandb, TensorBoard; once a due validation has its loss
@@ -7,11 +7,11 @@
 Training goes on when an output fails. An event and a line on the terminal report each failure and each recovery. After a failure:
 
     metrics.jsonl, events    rows wait in memory, and are written when there is room
-    TensorBoard              opened again after a pause; the steps in between are missing, and are counted
-    wandb                    switched off for good: opening it again would make the ranks wait for a network
-    the terminal             dropped for good
+    TensorBoard              is opened again after a pause; the steps in between are missing, and are counted
+    wandb                    is switched off for good, because opening it again would make the ranks wait for a network
+    the terminal             is dropped for good
 
-All ranks have the same losses, so only rank 0 logs; on the other ranks every call returns at once.
+All ranks have the same losses, so only rank 0 logs. On the other ranks every call returns at once.
 """
 
 import time
@@ -65,8 +65,8 @@ class Telemetry:
         report: output for people; None on ranks that do not log.
         events: event log; None on ranks that do not log.
         sinks: destinations for each step's record.
-        output_changes: function that returns the changes of the terminal and the log since its last call.
-        clock: function that returns seconds; it times the pauses before a sink is opened again.
+        output_changes: function () -> the terminal's and the log's changes since the last call.
+        clock: function () -> seconds, which times the pauses before a sink is opened again.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Telemetry:
     def step(self, metrics: StepMetrics) -> None:
         """Record a finished step. The report shows it at once; the sinks get it at the next `flush`.
 
-        If a validation follows the step, `validation` adds its loss to the record before the sinks get it.
+        If a validation follows the step, `validation` adds the validation loss to the record first.
         """
         self.flush()
         self._pending = metrics
@@ -101,7 +101,7 @@ class Telemetry:
         self._look_at_outputs()
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
-        """Record a validation after `step` steps (counted from 1)."""
+        """Record a validation after `step` completed steps."""
         if self._pending is not None and self._pending.step == step:
             self._pending = replace(self._pending, val_loss=loss)
         self.event("validation", step=step, val_loss=loss, seconds=seconds)
@@ -110,7 +110,7 @@ class Telemetry:
         self.flush()
 
     def event(self, kind: EventKind, **fields: Any) -> None:
-        """Record an event (no-op on ranks that do not log)."""
+        """Record an event. No-op on ranks that do not log."""
         if self._events is None:
             return
         try:
@@ -122,7 +122,7 @@ class Telemetry:
             self._guard(sink, sink.after_event)
 
     def say(self, text: str = "", style: str = "") -> None:
-        """Print lines (no-op on ranks that do not log)."""
+        """Print lines. No-op on ranks that do not log."""
         if self.report is not None:
             self.report.say(without_secrets(text), style)
 
@@ -132,7 +132,7 @@ class Telemetry:
         self.say(message, style)
 
     def flush(self) -> None:
-        """Hand the last step's record to the sinks; a validation loss can no longer be added to it."""
+        """Hand the last step's record to the sinks. The record can no longer get a validation loss."""
         if self._pending is None:
             return
         metrics, self._pending = self._pending, None
@@ -144,7 +144,7 @@ class Telemetry:
             stopped.num_lost += 1
 
     def close(self) -> None:
-        """Flush and close everything. It may be called after an error, and a second call does no harm."""
+        """Flush and close everything. A call after an error and a second call do no harm."""
         self.flush()
         self._look_at_outputs()
         if self.report is not None:
@@ -170,15 +170,12 @@ class Telemetry:
                 )
 
     def close_early(self) -> None:
-        """Write what the sinks would lose, in bounded time, when another thread is about to end a hanging process.
-
-        Only the logging rank has sinks; on the other ranks nothing happens.
-        """
+        """Write what the sinks would lose, in bounded time, before a hanging process is ended."""
         for sink in tuple(self._sinks):
             self._guard(sink, partial(sink.close_early, _CLOSE_SECONDS))
 
     def add_sink(self, name: str, open_sink: Callable[[], Sink], *, opens_again: bool = True) -> Sink | None:
-        """Open a sink; if that fails, write an event and return None.
+        """Open a sink. If opening fails, write an event and return None.
 
         Args:
             opens_again: whether to call `open_sink` again after a failure and a pause; if so, `open_sink` must not block.
@@ -204,7 +201,7 @@ class Telemetry:
                 self._failed(name, error)
 
     def _resumed(self, name: str) -> None:
-        """Report, by an event and a line, that a stopped sink has accepted a step again."""
+        """Report that a stopped sink has accepted a step again."""
         num_lost = self._stopped_sinks.pop(name).num_lost
         message = f"{name} is written again; {_missing_steps(num_lost)} missing"
         self.notice("output_resumed", message, output=name, num_lost=num_lost)
@@ -214,7 +211,7 @@ class Telemetry:
         return files if self._events is None else [*files, self._events.lines]
 
     def reopen_files(self) -> None:
-        """Open the metrics and event files again, after the run directory was removed or moved and then restored.
+        """Open the metrics and event files again after the run directory was restored.
 
         Raises:
             OSError: a file cannot be opened.
@@ -223,7 +220,7 @@ class Telemetry:
             file.reopen()
 
     def _look_at_outputs(self) -> None:
-        """Retry the files' waiting rows. Report each file that has stopped or resumed, and each change of the terminal or log."""
+        """Retry the files' waiting rows, and report each output that has changed."""
         for file in self._files():
             file.retry()
             name = file.path.name
@@ -267,7 +264,7 @@ class Telemetry:
     def _failed(self, name: str, error: Exception) -> None:
         """Report a sink's failure by an event and a line.
 
-        If the sink will be opened again, only its first failure is reported, and the time of the next try is set.
+        If the sink will be opened again, only its first failure is reported.
         """
         if name not in self._openers:
             self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
@@ -283,10 +280,7 @@ class Telemetry:
 
 
 def _missing_steps(num_lost: int) -> str:
-    """Format the number of steps that a sink lacks.
-
-    It is a lower bound, because the sink's library may not have written the steps before the failure.
-    """
+    """Format a lower bound of the steps that a sink lacks."""
     return f"at least {num_lost} {'step is' if num_lost == 1 else 'steps are'}"
 
 
@@ -305,15 +299,15 @@ def open_telemetry(
     layout: Mapping[str, Any],
     device_type: str = "cpu",
 ) -> Telemetry:
-    """Open one rank's telemetry. It has sinks on the logging rank; on the others it records and prints nothing.
+    """Open one rank's telemetry, which records and prints on the logging rank only.
 
     Args:
         config: configuration; its `telemetry` section chooses the sinks.
         is_logging_rank: true on rank 0 alone.
         streams: this rank's streams, from `rank_log`.
         num_steps: number of steps in the whole run.
-        show_mfu: whether to show MFU; this needs a known peak rate for the device.
-        layout: parallel sizes, device and other fields to filter by in wandb.
+        show_mfu: whether to show MFU, which needs the device's peak rate.
+        layout: parallel sizes, device and other fields by which wandb filters runs.
         device_type: this rank's device type: `cpu` or `cuda`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Writes to a file or pipe that may refuse them: refused lines are counted, and no error is raised.
+"""Writes to a file or pipe that may refuse lines, which are counted without an error.
 
     step 7 ...
     step 8 .                                              no room for the rest of this line
@@ -20,14 +20,14 @@ from typing import Any
 
 
 class Gap:
-    """A gap in a stream of lines; `num_lines` counts lines that were lost and not reported yet."""
+    """A gap in a stream of lines. `num_lines` counts lines that were lost and not reported yet."""
 
     def __init__(self) -> None:
         self.num_lines = 0
         self._inside_line = False
 
     def lose(self, data: bytes) -> None:
-        """Count the lines in `data` as lost; a part of a line counts as one."""
+        """Count the lines in `data` as lost. A part of a line counts as a line."""
         if data:
             self.num_lines += data.count(b"\n")
             if not data.endswith(b"\n"):
@@ -35,7 +35,7 @@ class Gap:
                 self._inside_line = True
 
     def rest(self, data: bytes) -> bytes:
-        """Cut off the end of a line whose beginning was lost; return what is left of `data`."""
+        """Cut off the end of a line whose beginning was lost. Return what is left of `data`."""
         if not self._inside_line:
             return data
         _, newline, data = data.partition(b"\n")
@@ -45,7 +45,7 @@ class Gap:
     def report(self, cause: str, *, after: bytes) -> bytes:
         """Return the line that replaces the lost ones, and reset the count.
 
-        `after` is the last byte written; unless it is a newline or empty, the result starts with a newline.
+        `after` is the last byte written. Unless `after` is a newline or empty, the result starts with a newline.
         """
         lines = "1 line is" if self.num_lines == 1 else f"{self.num_lines} lines are"
         self.num_lines = 0
@@ -54,7 +54,7 @@ class Gap:
 
 
 class Stamps:
-    """Local time stamps at the start of each line, as dmesg -T, NCCL and SLURM write them: 2026-11-26 08:27:31.123.
+    """Puts a local time stamp, as in 2026-11-26 08:27:31.123, before each line.
 
     Args:
         clock: function that returns seconds since the epoch.
@@ -83,10 +83,9 @@ BEGINS_AGAIN = b"[this log begins again: its folder was removed or moved]\n"
 
 
 class LogPath:
-    """The path of an open log file. If the file was removed or moved with its folder, a new file takes its place.
+    """The path of an open log file. If the file was removed or moved, a new file takes its place.
 
-    Rank 0 restores the folder together with the run's locks (`RunDirectory.put_back`). If another file has the path by then, that
-    file belongs to another run and is left alone.
+    If another file has the path by then, that file belongs to another run and is left alone.
 
     Args:
         path: absolute path of the log.
@@ -101,7 +100,7 @@ class LogPath:
         self._next_look_seconds = clock() + LOOK_SECONDS
 
     def look(self) -> None:
-        """Open a new file if there is none at the path. While there is one, check at most once per `LOOK_SECONDS`."""
+        """Open a new file if the path has no file. If it has one, check at most once per `LOOK_SECONDS`."""
         if self._clock() < self._next_look_seconds:
             return
         if not os.access(self._path, os.F_OK):
@@ -126,17 +125,17 @@ class LogPath:
 
 
 class LossyFile(io.RawIOBase):
-    """A file descriptor as a binary stream whose writes never fail. It does not own the descriptor.
+    """A binary stream over a descriptor, whose writes never fail. The stream does not own the descriptor.
 
     Args:
         descriptor: descriptor to write to.
-        stands_for: descriptor that `fileno` returns and `isatty` asks about; None: `descriptor`.
-        replace: function called with a failed write's error; returns True if `descriptor` now refers to another file, and then the
-            write is repeated. None: the lines are lost.
-        log: path to check before each write, because the log may be removed during the run; None: the file is no such log.
-        stamps: time stamps for the lines; None: lines are written unchanged. Once `replace` has returned True, lines get stamps.
-        patience_seconds: time for which a write waits for a paused terminal or pipe. After that, lines are lost, and later writes
-            do not wait, until there is room again. None: a write waits as long as the descriptor blocks.
+        stands_for: descriptor for `fileno` and `isatty`; None means `descriptor`.
+        replace: function (error of a failed write) -> whether `descriptor` now refers to another file. If True, the write is
+            repeated, and lines get stamps from then on. None: the lines are lost.
+        log: path to check before each write, because the log may be removed during the run; None if there is no log.
+        stamps: time stamps for the lines; None writes lines unchanged.
+        patience_seconds: time for which a write waits for a paused terminal or pipe. After that, lines are lost without waiting
+            until there is room again. None means no limit.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class LossyFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write `data`, and count the lines that were refused; return the number of bytes in `data`."""
+        """Write `data`, and count the refused lines. Return the number of bytes in `data`."""
         given = bytes(data)
         with self._lock:
             if self._log is not None:
@@ -197,7 +196,7 @@ class LossyFile(io.RawIOBase):
             self._last = whole[written - 1 : written]
 
     def _put(self, data: bytes) -> tuple[int, OSError | None]:
-        """Write `data`; return the number of bytes written, and the error if some bytes were refused."""
+        """Write `data`. Return the number of bytes written, and the error if some bytes were refused."""
         written, most = 0, len(data)
         if self._patience_seconds is not None:
             # A terminal with room takes one byte without blocking, a pipe PIPE_BUF bytes.
@@ -216,7 +215,7 @@ class LossyFile(io.RawIOBase):
         return written, None
 
     def _waits_too_long(self) -> bool:
-        """Wait for room, at most for `patience_seconds`; return True if there is still none."""
+        """Wait for room, at most for `patience_seconds`. Return True if there is still no room."""
         if self._patience_seconds is None:
             return False
         self._is_paused = not wait_for_room(self._descriptor, 0.0 if self._is_paused else self._patience_seconds)
@@ -234,7 +233,7 @@ def text_over(file: LossyFile) -> io.TextIOWrapper:
 
 
 def wait_for_room(descriptor: int, most_seconds: float | None = None) -> bool:
-    """Wait until a descriptor accepts bytes or fails; return False if neither happens within `most_seconds` (None: no limit)."""
+    """Wait until a descriptor accepts bytes or fails. Return False if `most_seconds` pass first."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(None if most_seconds is None else 1000 * most_seconds))

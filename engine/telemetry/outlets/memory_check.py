@@ -1,12 +1,12 @@
-"""Measured memory compared with the prediction, once per attempt, in runs on GPUs.
+"""Compares measured memory with the prediction, once per attempt, in runs on GPUs.
 
     step 1    2    3          the first steps allocate everything that a step needs
                  | one all-reduce (over the world, labelled "memory") exchanges each rank's peak
                  v
     memory after 2 steps: rank 3 (pp 1) has held .. of tensors at most, .. predicted; the allocator reserved ..; outside of it ..
 
-The loop waits for this all-reduce between two steps. CPU runs have no such line, because torch does not count tensors in CPU memory
-and most of the resident memory is Python and libraries.
+The loop waits for this all-reduce between two steps. CPU runs have no such line, because torch does not count tensors in CPU
+memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Held(NamedTuple):
     Attributes:
         allocated: peak memory in tensors.
         reserved: peak memory that torch's allocator took from the GPU.
-        in_use: GPU memory in use now, by all processes; it includes CUDA contexts and NCCL.
+        in_use: GPU memory in use now by all processes, CUDA contexts and NCCL included.
         capacity: total GPU memory.
     """
 
@@ -48,7 +48,7 @@ def held_on_gpu(device: torch.device) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class MemoryComparison:
-    """Measured and predicted memory of the rank with the highest tensor peak, in bytes. Other attributes are as in `Held`.
+    """Measured and predicted bytes on the rank with the highest tensor peak. Other attributes are as in `Held`.
 
     Attributes:
         after_steps: number of steps completed in this attempt.
@@ -91,11 +91,11 @@ class MemoryComparison:
 
 
 class MemoryCheck:
-    """A comparison of the ranks' memory with a prediction, after an attempt's second step. All ranks make the same calls.
+    """Compares the ranks' memory with a prediction, after an attempt's second step. All ranks make the same calls.
 
     Args:
         predicted: a rank's predicted memory in bytes, as (tensors, communicators), by pipeline index.
-        read: function that reads this rank's memory; None: `held_on_gpu` does.
+        read: function () -> this rank's memory; None means `held_on_gpu`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MemoryCheck:
         self._steps = 0
 
     def on_step(self) -> MemoryComparison | None:
-        """Count a step. After the second one, exchange the ranks' memory and return the comparison on every rank."""
+        """Count a step. After the second step, return the comparison on every rank, else None."""
         self._steps += 1
         if self._steps != AFTER_STEPS:
             return None

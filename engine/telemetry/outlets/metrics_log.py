@@ -1,4 +1,4 @@
-"""The sink that writes metrics.jsonl, which every run has."""
+"""Writes metrics.jsonl, which every run has."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Notices about checkpoints and trouble: events, and lines on rank 0. Every rank calls them.
+"""Reports checkpoints and trouble as events, and as lines on rank 0. Every rank calls the notices.
 
 They implement the notice protocols in `triaxis.engine.checkpoint.saving` and `triaxis.engine.resilience.guard`.
 """
@@ -22,11 +22,11 @@ from triaxis.engine.telemetry.record.events import EventKind
 
 @dataclass(eq=False)
 class CheckpointNotices:
-    """Events and lines about saves; the first save is also recorded in the run's `directory`.
+    """Reports saves, and records the first save in the run's `directory`.
 
     Attributes:
-        stall_seconds: time for which starting the newest save stopped training.
-        waited_seconds: time for which training waited for the previous save to end before the newest one started.
+        stall_seconds: time for which the start of the newest save stopped training.
+        waited_seconds: time for which training waited for the previous save before the newest save.
     """
 
     telemetry: Telemetry
@@ -77,19 +77,19 @@ class CheckpointNotices:
 
 @dataclass(frozen=True, slots=True)
 class TroubleNotices:
-    """Events and lines about trouble that the guard or a rollback reports, such as a loss that is not finite."""
+    """Reports trouble, such as a loss that is not finite."""
 
     telemetry: Telemetry
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None:
-        """Report trouble in step `step`, counted from 0; the event counts it from 1."""
+        """Report trouble in step `step`, counted from 0. The event counts steps from 1."""
         self.telemetry.notice(kind, message, step=step + 1, **details)
 
 
 def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint, config: Config) -> None:
-    """Report where the run begins, what differs from the saved run, and which newer checkpoints could not be used.
+    """Report where the run begins, changed settings, and newer checkpoints that are unusable.
 
-    The event holds every setting that decides which samples a step reads, so a run's files show what each attempt has read.
+    The event holds every setting that decides which samples a step reads.
     """
     if directory.swept:
         telemetry.event("checkpoints_swept", names=list(directory.swept))
@@ -127,7 +127,7 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
 def say_stopped(
     telemetry: Telemetry, stop: Stop, step: int, *, saved: Path | None, peak_memory_bytes: Sequence[int] = ()
 ) -> None:
-    """Report that the run ends after step `step` (from 1) because all ranks agreed to.
+    """Report that the run stops after step `step`, counted from 1.
 
     Args:
         saved: folder of that step's checkpoint; None if the run saves nothing.

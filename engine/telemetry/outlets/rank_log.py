@@ -1,4 +1,4 @@
-"""Output redirection: each rank writes to its log file, and rank 0 to the terminal too.
+"""Redirects each rank's output to a log file, and rank 0's also to the terminal.
 
     rank 3    print, warnings, C++ and NCCL (file descriptors 1 and 2)  ->  rank_00003.log
     rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal
@@ -7,7 +7,7 @@
 Each log line begins with its time. On ranks other than 0, C++ output goes straight to the file, so that a crash loses nothing. Such
 lines have the library's own time stamp, or none.
 
-A rank's writes never fail and never wait for a terminal. On rank 0, the relay (`triaxis.engine.telemetry.outlets.relay`, a process)
+A rank's writes never fail and never wait for a terminal. On rank 0, the relay process (`triaxis.engine.telemetry.outlets.relay`)
 queues what the terminal or a full disk refuses, and loses lines beyond a bound. Other ranks lose and count the lines that their log
 refuses. If the relay ends, rank 0 goes on with its log alone.
 """
@@ -45,7 +45,7 @@ class OutputChange:
         output: `terminal`, `log`, or a file name.
         what: `DROPPED`, `STOPPED` or `RESUMED`, from `triaxis.engine.telemetry.outlets.relay`.
         cause: the system's error text.
-        num_lost: number of lines that the output lacks; counted only for `RESUMED`.
+        num_lost: number of lost lines, counted only for `RESUMED`.
     """
 
     output: str
@@ -60,7 +60,7 @@ class RankStreams:
 
     Attributes:
         log: log file, written line by line.
-        terminal: stream to where standard output went before; None on ranks that are not shown.
+        terminal: stream to the previous standard output; None on ranks that are not shown.
         changes: function that returns the changes of the terminal and the log since its last call.
     """
 
@@ -71,9 +71,9 @@ class RankStreams:
 
 @contextmanager
 def rank_log(path: Path, *, show: bool) -> Iterator[RankStreams]:
-    """Append this process's standard output and error to `path`; if `show`, also send both to where standard output went before.
+    """Append this process's standard output and error to `path`.
 
-    Exceptions pass through unprinted: print them inside the block, or the log will not have them.
+    If `show`, both also go to the previous standard output. Exceptions pass through unprinted, so print them inside the block.
 
     Raises:
         OSError: the log cannot be opened.
@@ -122,7 +122,7 @@ class _Relay:
 
     Args:
         log: the log file's descriptor.
-        terminal: descriptor to which standard output was written before.
+        terminal: descriptor of the previous standard output.
         path: absolute path of the log file.
 
     Attributes:
@@ -159,7 +159,7 @@ class _Relay:
             os.close(descriptor)
 
     def replace(self, error: OSError) -> bool:
-        """If `error` shows that the relay has ended, redirect all output to the log; return True if this call did so."""
+        """Redirect all output to the log if `error` shows that the relay has ended. Return True if redirected now."""
         if error.errno != errno.EPIPE or self._is_replaced:
             return False
         self._is_replaced = True
@@ -170,7 +170,7 @@ class _Relay:
         return True
 
     def changes(self) -> Sequence[OutputChange]:
-        """Return the outputs' changes since the last call; if the relay has ended, the terminal is reported as dropped, once."""
+        """Return the outputs' changes since the last call. If the relay has ended, the terminal counts as dropped."""
         with suppress(BlockingIOError):
             while more := os.read(self._changes, 1 << 16):
                 self._unread += more
@@ -185,7 +185,7 @@ class _Relay:
         return found
 
     def close(self) -> None:
-        """Close this rank's pipe ends and wait for the relay, which ends once no process has its pipes open for writing."""
+        """Close this rank's pipe ends and wait for the relay to end."""
         for descriptor in (self.for_terminal, self.for_log, self._changes):
             os.close(descriptor)
         try:

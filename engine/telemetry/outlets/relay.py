@@ -1,4 +1,4 @@
-"""Rank 0's relay: a process that carries the rank's output to its log and to the terminal.
+"""Carries rank 0's output to the log and the terminal, in a separate process.
 
     pipe  both      print, warnings, C++, NCCL     -+->  Outlet  ->  rank_00000.log
     pipe  log       lines for the log alone        -'
@@ -7,10 +7,10 @@
                                                          changes ->  the rank, which writes events
 
 The relay always reads its pipes, so the rank never waits for a paused terminal or a full disk. Each outlet (the log, the terminal)
-has a thread, which may block, and a bounded queue. O_NONBLOCK is never set: the flag would affect other programs on the terminal.
+has a thread, which may block, and a bounded queue. O_NONBLOCK is never set, because it would affect other programs on the terminal.
 
     the outlet                        what the relay does
-    blocks (Ctrl-S, a paused less)    queues bytes up to a bound, then loses lines; once writing works again, a line states how many
+    blocks (Ctrl-S, a paused less)    queues bytes up to a bound, then loses lines; later a line states how many
     has no room (ENOSPC, ...)         queues and loses lines in the same way, and tries again every RETRY_SECONDS
     was removed (a log)               begins a new file once its folder exists again
     fails (EPIPE, EIO, ...)           drops a terminal for good; treats a log as if it had no room
@@ -68,10 +68,10 @@ class RelayQueue:
 
     Args:
         descriptor: descriptor that only the thread writes to.
-        is_terminal: whether the outlet is a terminal; a terminal is dropped for good at any error except lack of room.
-        on_change: function that the thread calls with `STOPPED`, `RESUMED` or `DROPPED`, the cause, and the number of lost lines.
+        is_terminal: whether the outlet is a terminal, which is dropped at any error except lack of room.
+        on_change: function (change, cause, number of lost lines) for each `STOPPED`, `RESUMED` or `DROPPED`.
         most_bytes: queue bound in bytes.
-        log: path of the log file, created anew if it was removed; its lines get time stamps. None: the outlet is no log.
+        log: path of the log file, created anew if removed; None if the outlet is no log. A log's lines get time stamps.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RelayQueue:
         self._thread.start()
 
     def write(self, data: bytes) -> None:
-        """Queue `data` without waiting. When the queue is full, lines are lost until the thread has emptied the queue."""
+        """Queue `data` without waiting. Once the queue is full, lines are lost until it is empty."""
         with self._changed:
             data = data if self._stamps is None else self._stamps.put_on(data)
             if self._is_dropped:
@@ -118,7 +118,7 @@ class RelayQueue:
             self._changed.notify()
 
     def finish(self, deadline_seconds: float) -> None:
-        """Wait until the queue is written, at most until the monotonic clock shows `deadline_seconds`."""
+        """Wait until the queue is written, at most until `deadline_seconds` on the monotonic clock."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -130,7 +130,7 @@ class RelayQueue:
             self._last = chunk[-1:]
 
     def _next_chunk(self) -> bytes:
-        """Wait for queued bytes or a report of lost lines; return b"" when the outlet is dropped, or finished with none left."""
+        """Wait for queued bytes or a report of lost lines. Return b"" once the outlet is dropped or finished."""
         with self._changed:
             while not self._is_dropped:
                 if self._queue:
@@ -150,7 +150,7 @@ class RelayQueue:
             return b""
 
     def _put(self, chunk: bytes) -> None:
-        """Write a chunk, and retry for as long as that takes; return early only if the outlet is dropped."""
+        """Write a chunk, and retry until all is written or the outlet is dropped."""
         while chunk and not self._is_dropped:
             if self._log is not None:
                 self._log.look()
@@ -173,10 +173,9 @@ class RelayQueue:
 
 
 class Lines:
-    """Bytes from one pipe, passed on as whole lines. A line that stops for `WHOLE_LINE_SECONDS` is passed on unfinished.
+    """Passes on one pipe's bytes as whole lines, so that lines from two pipes do not mix.
 
-    A read from the pipe may end inside a line. If that part were written at once, another pipe's line could land in the line, at
-    different places in the log and on the terminal.
+    A line that stops for `WHOLE_LINE_SECONDS` is passed on unfinished.
 
     Args:
         clock: function that returns seconds.
@@ -188,7 +187,7 @@ class Lines:
         self._since_seconds = 0.0
 
     def take(self, data: bytes) -> bytes:
-        """Add `data` and return the whole lines; if the pipe has ended (no data), return everything."""
+        """Add `data` and return the whole lines. If the pipe has ended (no data), return everything."""
         whole, newline, begun = data.rpartition(b"\n")
         if newline or not data:
             given, self._begun = self._begun + whole + newline, begun
@@ -198,7 +197,7 @@ class Lines:
         return given
 
     def late(self) -> bytes:
-        """Remove and return an unfinished line to which nothing was added for `WHOLE_LINE_SECONDS`; b"" if there is none."""
+        """Remove and return an unfinished line that has stopped for `WHOLE_LINE_SECONDS`, else b""."""
         if not self._begun or self._clock() - self._since_seconds < WHOLE_LINE_SECONDS:
             return b""
         given, self._begun = self._begun, b""
@@ -211,18 +210,18 @@ class Lines:
 
     @property
     def wait_milliseconds(self) -> float:
-        """Time in milliseconds until `late` returns the beginning of a line."""
+        """Milliseconds until `late` returns the unfinished line."""
         return max(0.0, 1000 * (self._since_seconds + WHOLE_LINE_SECONDS - self._clock()))
 
 
 def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int, changes: int, path: str) -> None:
-    """Carry bytes from the pipes to the log and the terminal, until all three pipes have ended.
+    """Carry bytes from the pipes to the log and the terminal, until all pipes end.
 
     Args:
         both: pipe to the log and the terminal.
         for_terminal: pipe to the terminal alone.
         for_log: pipe to the log alone.
-        terminal: descriptor of the terminal, or of the pipe or file that standard output is.
+        terminal: descriptor of the terminal, or of the pipe or file in its place.
         log: the log file's descriptor, open for appending.
         path: absolute path of the log file.
         changes: pipe to the rank, one line `outlet TAB change TAB lost lines TAB cause` per change.
@@ -275,7 +274,7 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
 
 
 def main() -> None:
-    """Run the relay with the descriptors from the command line. Then exit at once, even if the relay's threads still wait."""
+    """Run the relay on the command line's descriptors, then exit without waiting for threads."""
     both, for_terminal, for_log, terminal, log, changes = map(int, sys.argv[1:7])
     os.set_blocking(changes, False)  # a hanging rank does not read it
     relay(both, for_terminal, for_log, terminal=terminal, log=log, changes=changes, path=sys.argv[7])

@@ -1,4 +1,4 @@
-"""Sinks, the destinations for each step's record, and the choice of sinks by config.
+"""Defines sinks, the destinations for each step's record, and chooses a run's sinks.
 
 config.telemetry  ->  chosen_sinks  ->  metrics.jsonl always; then each sink in `engine/config/telemetry.py`, SINKS, that is set
 """
@@ -27,16 +27,16 @@ class Announcement:
 
 
 class Sink(ABC):
-    """A destination for each step's record. A sink needs `name`, `open`, `record` and `close`; the rest is optional.
+    """A destination for each step's record. Only `name`, `open`, `record` and `close` are required.
 
-    If a call raises any exception, the sink is not used again, or only after it is reopened. Training goes on.
+    If a call raises any exception, the sink is not used until it is reopened. Training goes on.
 
     Attributes:
         name: sink name in events and on the terminal.
-        opens_again: whether the sink is opened again after a failure; if so, `open` must not wait for anything.
+        opens_again: whether the sink is opened again after a failure; if so, `open` must not block.
         lines: the sink's JSON lines file, whose rows wait in memory while the disk is full; None if it has no such file.
-        announcement: event and line to report once the sink is open; None: nothing is reported.
-        summary: line to print after the run; None: no line.
+        announcement: event and line to report once the sink is open, or None.
+        summary: line to print after the run, or None.
     """
 
     name: ClassVar[str]
@@ -64,19 +64,19 @@ class Sink(ABC):
 
     @abstractmethod
     def record(self, metrics: StepMetrics) -> None:
-        """Write a step's record, or hand it to another process; this call must not wait for a network."""
+        """Write a step's record, or hand it to another process. This call must not wait for a network."""
 
     @abstractmethod
     def close(self) -> None:
         """Write what is left, in bounded time."""
 
     def after_event(self) -> None:  # noqa: B027
-        """Called after this rank has written an event; the sink may read the event files for new events."""
+        """React to an event that this rank has just written to its event file."""
 
     def close_early(self, limit_seconds: float) -> None:  # noqa: B027
         """Write what is left, within the limit.
 
-        Another thread calls this when the loop hangs and the process is about to be ended.
+        Another thread calls this before it ends a hanging process.
         """
 
 

@@ -1,12 +1,11 @@
-"""The step table: its columns, the ones that fit, and their values.
+"""Formats the step table, with the columns that fit on the terminal.
 
         step     loss        lr    grad  tokens/s  TFLOP/s    resident   s/step       ETA
      100/300   2.5123  2.41e-03   0.874    12,520   0.0632    0.582 GB    0.327      1:05
 
 Loss, learning rate and gradient norm belong to the line's step. Speeds and times are means over the steps since the previous line.
-TFLOP/s are model FLOPs per device and second, as in MFU; `metrics.jsonl` also has the rate that counts recomputed FLOPs
-(`hardware_tflops_per_device`). Memory is the logging rank's peak: on a GPU, of its tensors (`GPU memory`); on the CPU, of the whole
-process (`resident`).
+TFLOP/s are model FLOPs per device and second, as in MFU. Memory is the logging rank's peak. On a GPU tensors count
+(`GPU memory`), on the CPU the whole process (`resident`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ _GAP = "  "
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. On a narrow terminal, columns are dropped in order of `goes_first`, highest first; 0 is never dropped."""
+    """One column. A narrow terminal drops the column with the highest `goes_first` first, and keeps those with 0."""
 
     head: str
     width: int
@@ -40,7 +39,7 @@ def columns_of(num_steps: int, *, show_mfu: bool, memory: str) -> tuple[Column, 
 
     Args:
         num_steps: number of steps in the run.
-        show_mfu: whether to include the MFU column; this needs a known peak rate for the device.
+        show_mfu: whether to include the MFU column, which needs the device's peak rate.
         memory: heading of the memory column, from `MEMORY`.
     """
     columns = (
@@ -59,7 +58,7 @@ def columns_of(num_steps: int, *, show_mfu: bool, memory: str) -> tuple[Column, 
 
 
 def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
-    """Keep the columns that fit on a terminal `width` characters wide; order as in `columns`."""
+    """Keep the columns that fit into `width` characters, in order."""
     kept = list(columns)
     while sum(column.width + len(_GAP) for column in kept) - len(_GAP) > width:
         dispensable = max(kept, key=lambda column: column.goes_first)
@@ -70,12 +69,12 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
 
 
 def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memory: str) -> dict[str, str]:
-    """Format the line for the last of `steps`, by column heading; `steps` are all steps since the previous line."""
+    """Format the line for the last of `steps`, by column heading. `steps` are all steps since the previous line."""
     last = steps[-1]
     seconds = sum(step.step_time_seconds for step in steps)
 
     def mean(values: Sequence[float]) -> float:
-        """Mean of rates, weighted by step time: total work divided by total time."""
+        """Average rates, weighted by step time."""
         return sum(value * step.step_time_seconds for value, step in zip(values, steps, strict=True)) / seconds
 
     mfus = [step.mfu for step in steps if step.mfu is not None]
@@ -94,7 +93,7 @@ def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memo
 
 
 class Table:
-    """The table's lines on one outlet. A header is due every `LINES_PER_HEADER` lines, and when other columns fit than before."""
+    """Formats the table's lines for one outlet. A header is due every `LINES_PER_HEADER` lines and when columns change."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.first_width = columns[0].width

@@ -1,4 +1,4 @@
-"""TensorBoard event files in the run directory: the same chart names as in wandb, against the step.
+"""Writes TensorBoard event files in the run directory, with the chart names that wandb gets.
 
 torch is imported when the sink is first opened.
 """
@@ -18,9 +18,9 @@ from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 class TensorBoardSink(Sink):
-    """Sink that writes each step to TensorBoard event files. Each attempt writes its own files.
+    """Sink that writes each step to TensorBoard event files, one set per attempt.
 
-    When a step is repeated, a session start is written first. TensorBoard then discards the points of that step and all later ones.
+    Before a repeated step, a session start is written. TensorBoard then discards older points from that step on.
 
     Raises:
         OSError: the folder cannot be written; no empty file is left in it.
@@ -56,7 +56,7 @@ class TensorBoardSink(Sink):
             self._writer.add_scalar(name, value, metrics.step)
 
     def _begin_at(self, step: int) -> None:
-        """Write a session start at `step`: after a crash, a rollback or a start from scratch, it and later steps are repeated."""
+        """Write a session start at `step`, so that TensorBoard discards older points from `step` on."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         started = Event(session_log=SessionLog(status=SessionLog.START))

@@ -1,17 +1,17 @@
-"""Weights & Biases: one run over all attempts, which never blocks training.
+"""Logs to Weights & Biases, in one run over all attempts, without blocking training.
 
     variable or key                mode
     WANDB_MODE, WANDB_DISABLED     as set, unless it is online
     no API key                     offline, without a prompt
     an API key                     online; offline if wandb cannot go online within its time limit
 
-    learning/loss  speed/mfu ...      the charts in `charts.py`, against the step; consumed_tokens is offered as another x axis
+    learning/loss  speed/mfu ...      the charts in `charts.py`, against the step or consumed_tokens
     alerts                            the events in `events.ALERTS`, whichever rank wrote them
 
-The mode is always set: otherwise wandb 0.31, with a key but no network, waits for 100 seconds and then fails. The run directory
-keeps the wandb run's id, so that the next attempt continues that run. Offline attempts create new folders with the same id, and
-`wandb sync` joins them. wandb's own step counter is not used, because it starts at 0 in every attempt. A step that a resume repeats
-adds a second point at the same step, with another attempt number; nothing is overwritten.
+The mode is always set, because wandb 0.31 with a key but no network waits for 100 seconds and then fails. The run directory keeps
+the wandb run's id, so that the next attempt continues that run. Offline attempts create new folders with the same id, and `wandb
+sync` joins them. wandb's own step counter is not used. A step that a resume repeats adds a second point at the same step, with
+another attempt number.
 
 wandb 0.31 writes to the disk about every 15 seconds. If a job is killed, the last seconds are in metrics.jsonl alone.
 """
@@ -69,12 +69,12 @@ class WandbSink(Sink):
 
     Attributes:
         mode: resolved mode: online, offline or disabled.
-        why: reason for an offline or disabled mode.
-        url: the run's URL; None unless it is online.
-        sync_command: command that uploads all attempts' offline data in order; None unless the mode is offline.
+        why: reason for a mode other than online.
+        url: the run's URL; None unless the mode is online.
+        sync_command: command that uploads all attempts' offline data; None unless the mode is offline.
 
     Raises:
-        Exception: whatever wandb raises when not even offline works.
+        Exception: wandb's error if not even offline works.
     """
 
     name = "wandb"
@@ -114,21 +114,21 @@ class WandbSink(Sink):
         self._alerts.send()
 
     def after_event(self) -> None:
-        """Send alerts for the events written since the last call; any thread may call it."""
+        """Send alerts for the events written since the last call. Any thread may call this."""
         self._alerts.send()
 
     def close(self) -> None:
         self.close_early(_CLOSE_SECONDS)
 
     def close_early(self, limit_seconds: float) -> None:
-        """Send the last alerts and let wandb finish, within the limit; another thread may call it before the process ends."""
+        """Send the last alerts and let wandb finish, within the limit. Any thread may call this."""
         with ending_its_process_after(limit_seconds):
             self._alerts.send()
             self._run.finish()
 
 
 class _Alerts:
-    """Alerts for events in `ALERTS`, one per event: other ranks' events too, and those from an attempt that died."""
+    """Sends one alert per event in `ALERTS`, for all ranks and earlier attempts too."""
 
     def __init__(self, run: Any, directory: RunDirectory) -> None:
         self._run = run
@@ -153,10 +153,10 @@ class _Alerts:
 
 
 def _alerted(marker: Path) -> Mapping[str, int]:
-    """Read `wandb_alerted`: by event file, the number of bytes for which alerts were sent.
+    """Read how many bytes of each event file have had their alerts sent.
 
-    If the file is missing or damaged, the result is empty, and all alerts are sent once more. Older runs had one event file for all
-    nodes; their `wandb_alerted` holds that file's number alone.
+    If the marker is missing or damaged, all alerts are sent once more. Older runs had one event file, and their marker holds a
+    single number.
     """
     try:
         held = parse_json(read_regular(marker))
@@ -167,7 +167,7 @@ def _alerted(marker: Path) -> Mapping[str, int]:
 
 
 def _in_words(event: Event) -> str:
-    """Describe an event for a mail or a chat, without details over `_MOST_CHARACTERS`; the event file and the log have these."""
+    """Describe an event for a mail or a chat, without details over `_MOST_CHARACTERS`."""
     at = f"step {event.step:,}, " if event.step is not None else ""
     rank = f"rank {event.rank}, " if event.rank is not None else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))
@@ -177,13 +177,13 @@ def _in_words(event: Event) -> str:
 
 
 def _sync_command(folder: str, run_id: str) -> str:
-    """Build the shell command that uploads one wandb run's offline folders, in the order in which they were created."""
+    """Build the shell command that uploads one wandb run's offline folders, oldest first."""
     return f"wandb sync {shlex.quote(folder)}/wandb/offline-run-*-{shlex.quote(run_id)}"
 
 
 @contextmanager
 def _cache_in(directory: RunDirectory) -> Iterator[None]:
-    """Within the block, new wandb processes keep their cache and logs in the run directory, not in the user's home."""
+    """Keep new wandb processes' cache and logs in the run directory, within the block."""
     name = "WANDB_CACHE_DIR"
     if name in os.environ:
         yield
@@ -197,7 +197,7 @@ def _cache_in(directory: RunDirectory) -> Iterator[None]:
 
 @contextmanager
 def _words_without_secrets() -> Iterator[None]:
-    """Redact secrets in `sys.argv` within the block: wandb uploads the command line with its metadata."""
+    """Redact secrets in `sys.argv` within the block, because wandb uploads the command line."""
     words = sys.argv
     sys.argv = [without_secrets(word) for word in words]
     try:
@@ -207,7 +207,7 @@ def _words_without_secrets() -> Iterator[None]:
 
 
 def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, str, str]:
-    """Start the wandb run; return the run, its mode, and why it is not online."""
+    """Start the wandb run. Return the run, its mode, and the reason for not being online."""
     given = os.environ.get("WANDB_MODE") or ("disabled" if os.environ.get("WANDB_DISABLED") == "true" else "online")
     if given != "online":
         return wandb.init(mode=given, settings=settings, **arguments), given, "set by WANDB_MODE or WANDB_DISABLED"
@@ -225,7 +225,7 @@ def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, s
 
 @contextmanager
 def ending_its_process_after(limit_seconds: float) -> Iterator[None]:
-    """Kill wandb's own process if the block takes longer: wandb waits for it without a limit, and it may never end."""
+    """Kill wandb's own process if the block takes longer than `limit_seconds`."""
     timer = threading.Timer(limit_seconds, _end_service)
     timer.daemon = True
     timer.start()
@@ -243,7 +243,7 @@ def _end_service() -> None:
 
 
 def _has_key(wandb: Any) -> bool:
-    """Whether wandb finds an API key (environment, netrc) without a prompt. wandb may verify the key, which takes seconds.
+    """Whether wandb finds an API key without a prompt. wandb may verify the key, which takes seconds.
 
     Raises:
         Exception: wandb has found a key and cannot use it.
@@ -254,7 +254,7 @@ def _has_key(wandb: Any) -> bool:
 
 
 def _settings(wandb: Any) -> Any:
-    """Build settings with bounded waits and without console capture; environment variables take precedence."""
+    """Build settings with bounded waits and without console capture. Environment variables take precedence."""
     known = wandb.Settings.model_fields
     settings: dict[str, Any] = {
         name: seconds
@@ -269,7 +269,7 @@ def _settings(wandb: Any) -> Any:
 
 
 def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
-    """Build the arguments that identify the run; WANDB_* variables override the config, as wandb users expect."""
+    """Build the arguments that identify the run. WANDB_* variables override the config."""
     variables = os.environ
     labels = {
         "project": variables.get("WANDB_PROJECT", chosen.project),
@@ -287,7 +287,7 @@ def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _kept_id(directory: RunDirectory) -> str:
-    """Read the id of this directory's wandb run, or create it in the first attempt. wandb uses the id in folder names.
+    """Read the directory's wandb run id, or create one in the first attempt.
 
     Raises:
         TriaxisError: the file holds something other than an id.

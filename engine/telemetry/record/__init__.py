@@ -1,1 +1,1 @@
-"""What telemetry records of a run: metrics of each step and events, with the files that hold them."""
+"""Records each step's metrics and a run's events, and writes and reads their files."""

@@ -1,4 +1,4 @@
-"""A run's events: moments that any rank records, over all attempts, in one file per node.
+"""Records a run's events from any rank, over all attempts, in one file per node.
 
     events/node_00000.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "validation", "step": 50, "val_loss": 2.31}
     events/node_00007.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "hang", "step": 61, "rank": 58, "message": ...}
@@ -13,15 +13,13 @@ To write one:
     EventLog(directory.events(node=7), directory.attempt, rank=58).write("hang", step=7, message=...)   any rank, any thread
 
 **One file per node.** A line is one write(2) to a file opened with O_APPEND. On a local file system, and within one NFS client,
-Linux holds the file's lock while it finds the end and copies the bytes. So lines from a node's ranks and threads never mix, up to
-Linux's longest write, 2 GiB - 4 KiB. NFS clients do not share that lock: two nodes that write to one file would overwrite each
-other's lines. The node's number in the layout names the file, so later attempts append to it on any host.
+lines from a node's ranks and threads never mix, up to 2 GiB - 4 KiB. NFS clients share no lock, so two nodes would overwrite each
+other's lines in one file. The node's number in the layout names the file, so later attempts append to the file on any host.
 
-**Reading.** `read_events` merges a run's files; nothing else opens them. It also reads `events.jsonl`, the single file that older
-versions wrote for all nodes.
+**Reading.** `read_events` merges a run's files. It also reads `events.jsonl`, the single file that older versions wrote.
 
-Rank 0's event log cuts off a torn last line; the other ranks' logs only begin a new line after it. To add a kind of event, add a
-word to `EventKind`, and to `ALERTS` if a person should know at once. `triaxis report` shows every kind: `message`, then details.
+Rank 0's event log cuts off a torn last line. The other ranks' logs only begin a new line after it. To add a kind of event, add a
+word to `EventKind`, and to `ALERTS` if a person should know at once.
 """
 
 import heapq
@@ -113,8 +111,8 @@ class Event:
         attempt: number of times the run had been started before this attempt.
         kind: one of `EventKind`; a file from another version may hold other words.
         step: step, counted from 1; None if the event belongs to no step.
-        rank: rank that wrote the event, or that the event concerns; None if it concerns the whole run.
-        message: text for people: what happened, and what the run does about it; "" if the details suffice.
+        rank: rank that the event concerns, by default the writer; None for the whole run.
+        message: text for people on what happened and what the run does; "" if the details suffice.
         details: the kind's own fields, as JSON values.
     """
 
@@ -147,7 +145,7 @@ class Event:
 
 
 class EventLog:
-    """A node's event file, to which one rank appends.
+    """Appends one rank's events to the node's event file.
 
     Args:
         path: event file, `RunDirectory.events(node)`; it and its folder are created if missing.
@@ -163,7 +161,7 @@ class EventLog:
     def write(
         self, kind: EventKind, *, step: int | None = None, rank: int | None = None, message: str = "", **details: Any
     ) -> None:
-        """Append an event with the current time. On return the operating system has it, unless the disk refuses it (`JsonLines`).
+        """Append an event with the current time. On return the operating system has the line, unless the disk refuses it.
 
         Args:
             step: step, counted from 1.
@@ -193,7 +191,7 @@ class EventsRead:
     Attributes:
         events: events from all nodes, by attempt and time; events in one file keep their line order.
         num_unreadable: number of lines, torn ends included, that hold no event.
-        ends: byte at which reading stopped in each file, by path in the run directory; never past a torn end.
+        ends: byte at which reading stopped in each file, by path in the run directory.
     """
 
     events: Sequence[Event]
@@ -202,9 +200,9 @@ class EventsRead:
 
 
 def read_events(run: Path, since: Mapping[str, int] = NOTHING_READ) -> EventsRead:
-    """Read the events from all nodes in a run directory, merged by attempt and time; empty if there is no file.
+    """Read the events from all nodes in a run directory, merged by attempt and time.
 
-    If two nodes' clocks differ by some seconds, their events within such a span may swap places. Attempts never mix.
+    If two nodes' clocks differ, events close in time may swap places. Attempts never mix. If there is no file, the result is empty.
 
     Args:
         since: `ends` from an earlier call; only what was appended after that call is read.

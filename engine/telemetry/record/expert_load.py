@@ -1,4 +1,4 @@
-"""Two ratios that tell how evenly a layer's tokens are spread over its experts.
+"""Computes two ratios that tell how evenly a layer's tokens are spread over its experts.
 
 A layer has E experts, and each token uses k of them:
 
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 
 def max_over_mean(counts: Sequence[int]) -> float:
-    """Largest count over the mean; NaN if all counts are zero."""
+    """Divide the largest count by the mean. NaN if all counts are zero."""
     total = sum(counts)
     return max(counts) * len(counts) / total if total else math.nan
 
 
 def entropy(counts: Sequence[int]) -> float:
-    """Entropy of the shares, relative to an even load, 0 to 1; NaN if all counts are zero."""
+    """Compute the entropy of the shares, relative to an even load, 0 to 1. NaN if all counts are zero."""
     total = sum(counts)
     if not total:
         return math.nan

@@ -1,18 +1,18 @@
-"""FLOPs in a training step, and the peak rates of known devices.
+"""Counts the FLOPs in a training step and looks up the peak rates of devices.
 
 A multiply-add counts as two FLOPs. The forward needs 2 per weight and token, the backward twice as many: 6 in all. The model has
 N weights in its GEMMs (the LM head counts once), L layers, a heads of size d, hidden size h and k experts per token. The sequence
 length is s. Per token:
 
     model, causal      6 N + 6 L a d s      a query sees s/2 keys on average
-    experts            N counts only what a token passes through: the router, k experts and the shared experts ("active")
+    experts            N counts only what a token passes through, the router, k experts and the shared experts ("active")
     multi-token        each multi-token prediction layer adds 1 to L, and its 2 h^2 projection and the head once more to N
     model, non-causal  6 N + 12 L a d s     as if every query saw all s keys (2205.05198, NVIDIA's published tables)
     hardware           causal, plus the forwards that recompute repeats, plus the head's padded columns
-    a window W         a query sees W - W^2 / 2s keys, not s/2: the first W queries see as many as without a window (causal only)
+    a window W         a query sees W - W^2 / 2s keys, not s/2 (causal only)
     documents          with `data.attention: within`, each document's length replaces s (`engine/data/document_statistics.py`)
 
-MFU is model FLOP/s divided by the peak; HFU is hardware FLOP/s divided by the peak. Papers use "MFU" for four numbers that differ
+MFU is model FLOP/s divided by the peak. HFU is hardware FLOP/s divided by the peak. Papers use "MFU" for four numbers that differ
 by up to a third, so the convention is printed with the number.
 """
 
@@ -36,9 +36,10 @@ CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (caus
 
 
 def gemm_weights(model: ModelConfig) -> int:
-    """Count the weights that multiply a token: all linear layers and the head, tied or not (logical vocabulary).
+    """Count the weights in the GEMMs for one token.
 
-    Only the experts that one token uses count ("active"). The head counts once, and again for each multi-token prediction layer.
+    The GEMMs are all linear layers and the head, tied or not. Only the experts that the token uses count ("active"). The head
+    counts without vocabulary padding, once and again for each multi-token prediction layer.
     """
     heads = (1 + model.num_mtp_layers) * model.vocab_size * model.hidden_size
     return sum(layer_weights(model, kind) + projection_weights(model, kind) for kind in model.kinds) + heads
@@ -47,21 +48,21 @@ def gemm_weights(model: ModelConfig) -> int:
 def model_flops_per_token(
     model: ModelConfig, *, causal: bool = True, documents: DocumentStatistics | None = None
 ) -> int:
-    """Count the FLOPs per token that a forward and backward need mathematically, whatever the engine executes.
+    """Count the FLOPs per token that a forward and backward need mathematically.
 
-    The vocabulary is the logical one: padding is the engine's choice. Norms, activations, embedding look-ups and the softmax are
-    left out, as in every published formula (2104.04473 appendix, 2205.05198 appendix A).
+    The vocabulary is the logical one. Norms, activations, embedding look-ups and the softmax are left out, as in published formulas
+    (2104.04473 appendix, 2205.05198 appendix A).
 
     Args:
         model: model sizes.
-        causal: whether to count only the attention scores that a causal mask leaves; False counts all of them.
+        causal: whether to count only the attention scores that a causal mask leaves.
         documents: statistics of the documents that attention stays within; None if it crosses documents.
     """
     return 3 * (2 * gemm_weights(model) + sum(core_flops_forward(model, documents, causal=causal)))
 
 
 def convention(model: ModelConfig, documents: DocumentStatistics | None = None) -> str:
-    """Format the formula for `model_flops_per_token`, and the share of causal attention that windows or documents leave."""
+    """Format the formula for `model_flops_per_token`, with the share of attention left by windows or documents."""
     seen, whole = sum(core_flops_forward(model, documents)), sum(core_flops_forward(model, None, causal=False)) // 2
     # A score multiplies one query's elements; the weighted sum multiplies one value's.
     sizes = "head size" if model.value_size == model.head_size else "mean size of queries and values"
@@ -74,19 +75,19 @@ def convention(model: ModelConfig, documents: DocumentStatistics | None = None) 
 
 
 def attention_share(model: ModelConfig, documents: DocumentStatistics) -> float:
-    """Attention FLOPs if attention stays within documents, divided by those if it crosses documents."""
+    """Compute attention FLOPs within documents, as a fraction of those across documents."""
     return sum(core_flops_forward(model, documents)) / sum(core_flops_forward(model, None))
 
 
 def cost_of_imbalance(model: ModelConfig, documents: DocumentStatistics) -> float:
-    """Extra FLOPs on the dp rank with the most attention work, as a share of the mean rank's FLOPs."""
+    """Compute the busiest dp rank's extra FLOPs, as a share of the mean rank's FLOPs."""
     cores = zip(core_flops_forward(model, documents), model.kinds, strict=True)
     more = {kind.window: documents.imbalance(kind.window) - 1 for kind in set(model.kinds)}
     return 3 * sum(core * more[kind.window] for core, kind in cores) / model_flops_per_token(model, documents=documents)
 
 
 def cost_of_cp_imbalance(model: ModelConfig, documents: DocumentStatistics, imbalance: float) -> float:
-    """Extra attention FLOPs on the cp rank with the most attention work, as a share of the mean rank's FLOPs.
+    """Compute the busiest cp rank's extra FLOPs, as a share of the mean rank's FLOPs.
 
     Args:
         model: model sizes.
@@ -103,17 +104,16 @@ def hardware_flops_per_token(
     layers_per_chunk: Sequence[int],
     documents: DocumentStatistics | None = None,
 ) -> int:
-    """Count the executed FLOPs per token: causal, padded vocabulary, recomputed forwards included.
+    """Count the executed FLOPs per token, with causal attention, padded vocabulary and recomputed forwards.
 
-    Not counted: the scores that flash attention recomputes in its backward, and kv projections for replicated heads. In latent
-    attention, two more things are not counted: keys and values that each rank computes from other ranks' latents (context
-    parallelism), and latent work that every tp rank repeats (no sequence parallelism).
+    Scores that flash attention recomputes in its backward are not counted. Nor are kv projections for replicated heads. In latent
+    attention, work that cp or tp ranks repeat on latents is not counted.
 
     Args:
         model: model sizes.
-        recompute: resolved setting, never `auto`. `full` with method `uniform` repeats every layer's forward, with `block` only
-            that of the first `num_layers` layers in every chunk. Other layers repeat attention's core and the MLP's first GEMM if
-            these are among the parts (other parts have no GEMM). If `head_tokens` is set, the head's forward is repeated too.
+        recompute: resolved setting, never `auto`. `full` with method `uniform` repeats every layer's forward. With method
+            `block`, only the first `num_layers` layers in every chunk repeat the whole forward. Other layers repeat the chosen
+            parts. If `head_tokens` is set, the head's forward is repeated too.
         layers_per_chunk: number of transformer layers in each of the pp x vpp chunks, in model order.
         documents: statistics of the documents that attention stays within; None if it crosses documents.
     """
@@ -130,7 +130,7 @@ class LayerFlops(NamedTuple):
 
     Attributes:
         gemms: forward FLOPs in the linear layers. Input gradients need as many again, and so do weight gradients.
-        attention: forward FLOPs for scores and weighted sum. Their input gradients need twice as many; there are no weights.
+        attention: forward FLOPs for scores and weighted sum. Their input gradients need twice as many.
         again: forward FLOPs that are repeated by recompute.
     """
 
@@ -145,7 +145,7 @@ def layer_flops(
     layers_per_chunk: Sequence[int],
     documents: DocumentStatistics | None = None,
 ) -> list[LayerFlops]:
-    """Count each layer's FLOPs, in model order; the arguments are those of `hardware_flops_per_token`."""
+    """Count each layer's FLOPs, in model order. Arguments are as in `hardware_flops_per_token`."""
     cores = core_flops_forward(model, documents)
     assert recompute.granularity != "auto", "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     limit = 0
@@ -170,11 +170,11 @@ def head_flops(model: ModelConfig) -> int:
 def core_flops_forward(
     model: ModelConfig, documents: DocumentStatistics | None = None, *, causal: bool = True
 ) -> list[int]:
-    """Count each layer's forward FLOPs per token for scores and weighted sum: two GEMMs over the keys that a query sees.
+    """Count each layer's forward FLOPs per token for attention scores and weighted sum.
 
     Args:
         documents: statistics of the documents that attention stays within; None if it crosses documents.
-        causal: whether a query sees only earlier keys, within its window if the layer has one; if not, it sees all keys.
+        causal: whether a query sees only earlier keys, within the layer's window if any; if False, all keys.
     """
     of_a_key = flops_of_a_key(model)
     if not causal:
@@ -187,7 +187,7 @@ def core_flops_forward(
 
 @dataclass(frozen=True, slots=True)
 class PeakRate:
-    """A device's dense peak in TFLOP/s, and its source."""
+    """A device's dense peak in TFLOP/s, and the number's source."""
 
     tflops: float
     source: str
@@ -225,13 +225,11 @@ _WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "RTX 3090")
 
 
 def known_peak(device_name: str, dtype: str, *, in_fp8: bool = False) -> PeakRate | None:
-    """Look up a device's peak and its source; None if the table lacks it.
+    """Look up a device's peak and the number's source. None if the table lacks the device or dtype.
 
     Args:
-        device_name: name from `torch.cuda.get_device_name` ("NVIDIA H100 80GB HBM3"). A MIG slice has no entry: it is only a
-            part of its GPU.
-        dtype: GEMM dtype, as in `precision.dtype`. fp32 and float64 have no entry: whether they run on tensor cores is a process
-            setting, not a device property.
+        device_name: name from `torch.cuda.get_device_name` ("NVIDIA H100 80GB HBM3"). A MIG slice has no entry.
+        dtype: GEMM dtype, as in `precision.dtype`. fp32 and float64 have no entry.
         in_fp8: whether to look up the FP8 peak, for a run with FP8 GEMMs.
     """
     words = device_name.replace("-", " ").split()

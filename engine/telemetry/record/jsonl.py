@@ -1,11 +1,11 @@
-"""One JSON object per line, readable as soon as it is written: metrics.jsonl and the event files.
+"""Writes and reads files with one JSON object per line.
 
     {"step": 1, "attempt": 0, ..., "loss": 5.5491, ...}
     {"step": 2, "attempt": 0, ..., "loss": 5.4710, ...}
     {"step": 3, "att                                      <- the run was killed here: cut off when the file is opened again
 
-Floats keep all their digits: reading returns the same float64. JSON has no NaN and no infinity, so they are written as the strings
-"nan", "inf", "-inf".
+metrics.jsonl and the event files have this form. Each line is readable as soon as it is written. Floats keep all
+their digits. NaN and infinity, which JSON lacks, are written as the strings "nan", "inf", "-inf".
 """
 
 import json
@@ -32,17 +32,16 @@ _UNKNOWN = -1
 class JsonLines:
     """A JSON lines file to which all attempts in a run append objects.
 
-    Objects that the disk refuses wait in memory, in order, and every later call tries again. Beyond `MOST_WAITING_BYTES` they are
-    lost. A partly written line is completed later, or written again if another process has appended since.
+    Objects that the disk refuses wait in memory, in order, until a later call succeeds. Beyond `MOST_WAITING_BYTES` they are lost.
 
     Args:
         path: file to append to, created if missing.
-        heals: whether to cut off a torn last line. It must be False if another process appends too, because that process may be
-            in the middle of a line. A torn last line then stays, and the first object here starts on a new line.
+        heals: whether to cut off a torn last line; must be False if another process appends too. If False, a torn last line
+            stays, and the first object here starts on a new line.
 
     Attributes:
         num_healed_bytes: number of bytes cut off from a half-written line.
-        error: last write's error, because of which objects wait; None if none wait.
+        error: error because of which objects wait; None if none wait.
         num_lost: number of objects that were never written.
     """
 
@@ -59,7 +58,7 @@ class JsonLines:
         self._rest = b""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object in one write. On return, unless `error` is set, the operating system has the whole line."""
+        """Append one object in one write. Unless `error` is set on return, the operating system has the whole line."""
         line = (without_secrets(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)) + "\n").encode()
         with self._lock:
             if self._waiting_bytes + len(line) > MOST_WAITING_BYTES:
@@ -75,7 +74,7 @@ class JsonLines:
             self._write_waiting()
 
     def reopen(self) -> None:
-        """Open the path again, because the open file may have been removed or moved.
+        """Open the path again after the open file was removed or moved.
 
         Raises:
             OSError: the path cannot be opened; the old file then stays open.
@@ -88,7 +87,7 @@ class JsonLines:
             self._torn_at, self._rest = None, b""
 
     def close(self) -> None:
-        """Try once more to write the waiting objects, then close; those that still wait are lost."""
+        """Try once more to write the waiting objects, then close. Objects that still wait are lost."""
         with self._lock:
             if self._file.closed:
                 return
@@ -126,9 +125,9 @@ class JsonLines:
 
 
 def heal(path: Path) -> int:
-    """Make a file end with a complete line; return the number of bytes cut off.
+    """Make a file end with a complete line. Return the number of bytes cut off.
 
-    A complete last object that lacks only its newline gets one.
+    If a complete last object lacks only its newline, the newline is added.
     """
     if not path.exists():
         return 0
@@ -166,9 +165,9 @@ class Records:
 def read_records(
     path: Path, start: int = 0, kept: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda record: record
 ) -> Records:
-    """Read a file's objects from byte `start`, which must begin a line; empty if there is no file.
+    """Read a file's objects from byte `start`, which must begin a line.
 
-    An unfinished last line, which a killed run leaves, and lines without a JSON object only count as unreadable; nothing is raised.
+    An unfinished last line and lines without a JSON object only count as unreadable. If there is no file, the result is empty.
 
     Args:
         kept: function that reduces each object to what the caller needs, to save memory.
@@ -199,7 +198,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def _start_of_last_line(descriptor: int, size: int) -> int:
-    """Find the position after the last newline, reading backwards in blocks: a long run's file is large."""
+    """Find the position after the last newline, reading backwards in blocks."""
     block_bytes = 64 * 2**10
     end = size
     while end > 0:

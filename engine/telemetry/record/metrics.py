@@ -1,8 +1,9 @@
-"""The typed record of one step, and the calculation of its speeds.
+"""Defines the record of one step and computes its speeds.
 
     losses and norms (equal on all ranks)  +  host time by part  +  FLOPs per token   ->   StepMetrics   ->   every sink
 
-Losses are in nats per token. Speeds cover the whole job; `_per_device` speeds cover one rank. A step's time excludes validation.
+Losses are in nats per token. Speeds cover the whole job, but `_per_device` speeds cover one rank. A step's time excludes
+validation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "measured")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Numbers that one meter (`triaxis.engine.telemetry.meters`) read in a step.
+    """Numbers that one meter read in a step.
 
     Attributes:
         fields: JSON values, by name in the step's record.
@@ -43,23 +44,23 @@ class StepMetrics:
         step: number of completed steps, this one included.
         attempt: number of times the run had been started before this attempt.
         unix_time_seconds: time at which the step ended.
-        consumed_samples, consumed_tokens: totals since the run began, including this step and masked tokens.
-        loss: nats per unmasked token in the global batch, before the update.
+        consumed_samples, consumed_tokens: totals since the run began, this step and masked tokens included.
+        loss: nats per unmasked token in the global batch.
         loss_tokens: unmasked tokens in the global batch, or the sum of their weights.
         lr: learning rate of this step's update.
         grad_norm: global gradient norm, before clipping.
-        step_time_seconds: time between the previous step's end and this one's, without validation.
+        step_time_seconds: time since the previous step's end, without validation.
         spans_seconds: seconds by part of the training loop; they add up to `step_time_seconds`.
         tokens_per_second: whole-job throughput, masked tokens included.
-        model_tflops_per_device: model TFLOP/s: causal attention, logical vocabulary (`triaxis.engine.telemetry.record.flops`).
-        hardware_tflops_per_device: executed TFLOP/s: these also count recomputed forwards and the padded vocabulary.
+        model_tflops_per_device: TFLOP/s with causal attention and logical vocabulary (`triaxis.engine.telemetry.record.flops`).
+        hardware_tflops_per_device: TFLOP/s that also count recomputed forwards and the padded vocabulary.
         mfu, hfu: model and hardware TFLOP/s divided by the device's peak, 0 to 1; None if no peak is known.
-        peak_memory_bytes: the logging rank's peak since its start: allocated by torch on a GPU, resident on a CPU.
-        cp_imbalance: the largest attention work on a context-parallel rank over the mean, in the logging rank's replica
+        peak_memory_bytes: the logging rank's peak since its start, allocated by torch on a GPU, resident on a CPU.
+        cp_imbalance: largest attention work over the mean among the logging replica's context-parallel ranks
             (`triaxis.engine.context_parallel.imbalance`); None if rows are not cut, or if each row holds one document.
         val_loss: loss in the validation after this step, nats per token; None if there was none.
-        time_split: parts of the step time, over the steps before this one and over all ranks
-            (`triaxis.engine.telemetry.timing.step_times`); None unless this step has a printed line.
+        time_split: parts of earlier steps' time, over all ranks (`triaxis.engine.telemetry.timing.step_times`); None unless this
+            step has a printed line.
         measured: the meters' measurements, in the order of the meters.
     """
 
@@ -86,7 +87,7 @@ class StepMetrics:
     measured: Sequence[Measured] = ()
 
     def to_record(self) -> dict[str, Any]:
-        """Convert to a JSON object, without those `OPTIONAL` fields that are None."""
+        """Convert to a JSON object, without `OPTIONAL` fields that are None."""
         record = asdict(replace(self, time_split=None, measured=()))
         record["time_split"] = None if self.time_split is None else self.time_split.to_record()
         record = {name: value for name, value in record.items() if name not in OPTIONAL or value not in (None, ())}
@@ -99,7 +100,7 @@ class Meter:
     """Calculator that turns a step's result and duration into `StepMetrics`.
 
     Args:
-        config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which overrides the table of device peaks.
+        config: run configuration; its `telemetry.peak_tflops` overrides the table of device peaks.
         layers_per_chunk: number of transformer layers in each of the pp x vpp chunks.
         world_size: number of devices that share the work.
         device_name: torch's device name; "cpu" has no peak.
@@ -140,7 +141,7 @@ class Meter:
         peak_memory_bytes: int,
         cp_imbalance: float | None = None,
     ) -> StepMetrics:
-        """Build the record of a completed step; `step` counts from 1."""
+        """Build the record of a completed step, counted from 1."""
         spans = {part.value: seconds for part, seconds in spans_seconds.items() if part is not StepPart.VALIDATION}
         step_time_seconds = sum(spans.values())
         tokens_per_second = self._plan.tokens_per_step / step_time_seconds

@@ -1,12 +1,11 @@
-"""Parameter counts by module: from a formula, from the parameter list, and from what was built.
+"""Counts parameters by module in three ways.
 
-    formula   from the sizes in the config alone, written without looking at `models/specs.py`
-    list      the parameters that `models/specs.py` lists
-    count     from the ranks' parameter records; a box (a rank's part of a parameter) that n ranks hold counts 1/n on each
+    formula   uses the sizes in the config alone, and is written without looking at `models/specs.py`
+    list      adds up the parameters that `models/specs.py` lists
+    count     adds up the ranks' parameter records; a box (a rank's part of a parameter) that n ranks hold counts 1/n on each
 
-Count and list must agree exactly: if a layer was lost when the layers were divided among stages, the start banner shows it. List
-and formula agree for every model that a configuration can name. A parameter that only the list has is reported with its name and
-size. Padding is outside the logical shapes and is never counted.
+Count and list must agree exactly. So the start banner shows a layer that was lost when the layers were divided among stages. List
+and formula agree for every model that a configuration can name. Padding is outside the logical shapes and is never counted.
 """
 
 import re
@@ -30,10 +29,10 @@ _IN_FORMULA = re.compile(
 
 
 def parameters_by_module(model: ModelConfig) -> dict[str, int]:
-    """Count parameters by module (`MODULES`) from the formula, with the logical vocabulary.
+    """Count parameters by module with a formula, for the logical vocabulary.
 
     V is the vocabulary size, h the hidden size, a the number of heads, g of kv heads, d the head size, f the MLP width and S the
-    sequence length. There are D multi-token prediction layers, and L layers with these included. A norm has h' parameters: h, or
+    sequence length. The L layers include D multi-token prediction layers. A norm has h' parameters: h, or
     2 h in a LayerNorm. "+ X if C" adds X only if C holds:
 
         embedding   V h                           + S h if positions are learned
@@ -44,8 +43,8 @@ def parameters_by_module(model: ModelConfig) -> dict[str, int]:
                                                   + 2 L d if QK-norm, or L (a + g) d if over all heads; + L (r_q + r) for latents
         head        V h                           0 if tied
 
-    In a layer with experts, E of them and some shared ones, all f_e wide, (E + shared) f_e replaces f. The router adds E h, and E
-    more if it has a choice bias. Latent attention has query and key latents of sizes r_q and r, and head sizes dn + dr and dv:
+    In a layer with E experts and some shared ones, all f_e wide, (E + shared) f_e replaces f. The router adds E h, plus E for a
+    choice bias. Latent attention has query and key latents of sizes r_q and r, and head sizes dn + dr and dv:
 
         attention   L ((r_q + r + dr) h + r_q a (dn + dr) + r a (dn + dv) + a dv h)
 
@@ -97,7 +96,7 @@ def _experts(model: ModelConfig, moe: MoEConfig | None) -> int:
 
 
 def num_active(model: ModelConfig) -> int:
-    """Count the parameters that one token uses: all but the experts that it is not routed to."""
+    """Count the parameters that one token uses, without the experts that the token skips."""
     moe = model.moe
     total = sum(parameters_by_module(model).values())
     if moe is None:
@@ -107,7 +106,7 @@ def num_active(model: ModelConfig) -> int:
 
 
 def module_of(name: str) -> str:
-    """Find the module in `MODULES` that counts a parameter, from the parameter's global name; norms are a module of their own."""
+    """Find the module in `MODULES` that counts a parameter, given by global name. Norms are a module of their own."""
     parts = name.split(".")
     if any(part == "norm" or part.endswith("_norm") for part in parts):
         return "norms"
@@ -125,8 +124,8 @@ def local_counts(
         replicas: number of ranks on each axis that a record may name as its replicas (`tp`, `kv_replicas`, `ends`).
 
     Returns:
-        Shares as floats, for one all-reduce. If n ranks hold a box of k elements, its share is k/n. `round_counts` rounds the sum,
-        which is exact below 2^50 parameters.
+        Shares as floats. If n ranks hold a box of k elements, each rank's share is k/n. Sums rounded by `round_counts` are exact
+        below 2^50 parameters.
     """
     shares = dict.fromkeys(MODULES, Fraction(0))
     for record in records:
@@ -136,12 +135,15 @@ def local_counts(
 
 
 def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
-    """Round each module's share, summed over all ranks, to a whole number."""
+    """Round each module's sum over all ranks to a whole number.
+
+    A parameter that several ranks hold counts as a fraction on each, so the sums have rounding errors.
+    """
     return {module: round(value) for module, value in sums.items()}
 
 
 def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: ModelConfig) -> list[str]:
-    """Format lines for the start banner: the parameter count by module, and any difference between count, list and formula.
+    """Format the parameter count by module, and any difference from the list or the formula.
 
     Args:
         counted: parameters on the ranks, by module.
@@ -169,9 +171,9 @@ def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: Mod
 
 
 def _beside_formula(listed: Mapping[str, int], of_list: Mapping[str, int], formula: Mapping[str, int]) -> Iterator[str]:
-    """For each module, yield the names of listed parameters that the formula lacks.
+    """Yield the names of listed parameters that the formula lacks.
 
-    If these do not explain the difference between list and formula in a module, yield the module's name instead.
+    If these names do not explain a module's difference between list and formula, yield the module's name instead.
     """
     new: dict[str, dict[str, int]] = {module: {} for module in MODULES}
     for name, numel in listed.items():

@@ -1,1 +1,1 @@
-"""Measures where step time goes on each rank, averages it over the ranks, and draws the timeline."""
+"""Measures where each rank's step time goes, and draws the ranks' timeline."""

@@ -1,32 +1,34 @@
-"""The split of pipeline waits, from all ranks' numbers, into the bubble and the cost of messages.
+"""Splits pipeline waits, from all ranks' numbers, into the bubble and the cost of messages.
 
-    rank 0  |F0|F1|.......|B0|...            measured     a wait has two causes: the previous stage has not finished,
+    rank 0  |F0|F1|.......|B0|...            measured     the previous stage has not finished,
     rank 1  |~~~~|F0|B0|~~|F1|B1|                         or its message is on the way
     rank 0  |F0|F1|...|B0|...                replayed     the same actions with the same durations, order and beginnings,
     rank 1  |..|F0|B0|F1|B1|                              but every message arrives at once
 
-**The replay** needs neither synchronized clocks nor message times. A rank's wait in the replay is its `bubble`. The rest of its
-measured wait is `exposed_pp`. So a late message costs exposed_pp where it is late and at every stage that it delays, but no bubble.
-Each step is replayed by itself, with its own durations. An action that took longer than usual causes bubble where others wait for
-it.
+**The replay.** The replay needs neither synchronized clocks nor message times. A rank's wait in the replay is its `bubble`. The
+rest of the rank's measured wait is `exposed_pp`. So a late message costs exposed_pp at every stage that it delays, but no bubble.
+An action that took longer than usual causes bubble where others wait for it.
 
-**When the ranks begin.** A pipeline's ranks begin a step at different moments (one had more to update, or to write to disk). All
-moments count from the step's last all-reduce, so that they can be compared. No rank leaves that call before all have entered it,
-and all leave it at the same time, to within a small message's latency.
+**When the ranks begin.** A pipeline's ranks begin a step at different moments. All moments count from the step's last all-reduce.
+All ranks leave that call at the same time, to within a small message's latency.
 
-**The end of a step.** A rank whose stage finishes early waits there for its pipeline's last rank. This wait counts as a wait for
-another stage. It is the smaller of two times: by how much the last rank finished later, and by how much this rank's wait is longer
-than the shortest wait on any rank. What is left of the rank's wait is exposed_dp if it was in the sum over first and last stage
-(tied embeddings), and `other` if it was in the agreement of all ranks.
+**The end of a step.** A rank whose stage finishes early waits for its pipeline's last rank. This wait counts as a wait for another
+stage, with a length of
 
-**Echoes.** The tp x cp ranks that share a stage get one message each. A rank whose message has arrived goes on, but its next
-tensor- or context-parallel call waits for a rank whose message is late. This wait is the late message's echo. It is the smaller of
-two differences: how much shorter the rank waited for its input than the peer that waited longest, and how much longer its action
-took than the fastest peer's. The echo is subtracted from the action, and from exposed_tp and exposed_cp in proportion to the rank's
-waits in both kinds of call. Calls to experts also connect replicas, so waits in them stay exposed_ep.
+    min(last rank's finish - this rank's finish, this rank's wait - shortest wait on any rank)
 
-`schedule_bubbles` are simulated with each stage's mean forward and backward durations. If the measured bubble is larger, the rest
-is due to actions whose durations vary.
+The rest is exposed_dp in the sum over first and last stage (tied embeddings), and `other` in the agreement of all ranks.
+
+**Echoes.** The tp x cp ranks that share a stage get one message each. If one message is late, the other ranks wait for the late
+rank in their next tensor- or context-parallel call. This wait is the late message's echo, with a length of
+
+    min(longest wait for input on a peer - this rank's wait, this rank's action time - shortest action time on a peer)
+
+The echo is subtracted from the action, and from exposed_tp and exposed_cp in proportion to the rank's waits in them. Calls to
+experts also connect replicas, so waits in such calls stay exposed_ep.
+
+`schedule_bubbles` are simulated with each stage's mean forward and backward durations. If the measured bubble is larger, the
+actions' durations vary.
 """
 
 from collections.abc import Sequence
@@ -58,7 +60,7 @@ _KINDS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
 
 
 def num_actions(schedule: Schedule) -> int:
-    """Number of actions per step in `StepTally.numbers`: the largest on any rank; 0 without a pipeline."""
+    """Count the actions per step on the rank with most actions. The result is 0 if there is no pipeline."""
     return max(map(len, schedule.actions)) if schedule.placement.pp > 1 else 0
 
 
@@ -67,9 +69,10 @@ class _Waits:
     """Mean waits per step, in seconds.
 
     Attributes:
-        bubble, late: [ranks], waits for another stage: those that remain in the replay, and the rest, which messages cause.
-        tp_echo, cp_echo: [ranks], the part of `bubble` + `late` that was spent in tensor- and in context-parallel calls.
-        drain: [ranks], the part of `bubble` + `late` that was spent at the end of the step.
+        bubble: [ranks], waits for another stage that remain in the replay.
+        late: [ranks], waits for another stage that messages cause.
+        tp_echo, cp_echo: [ranks], part of `bubble` + `late` in tensor- and in context-parallel calls.
+        drain: [ranks], part of `bubble` + `late` at the end of the step.
         summed: [ranks], waits in the sum over first and last stage, less `drain`.
         schedule: simulated bubble for each rank.
     """
@@ -84,7 +87,7 @@ class _Waits:
 
 
 class Attribution:
-    """The calculation of `TimeSplit`s from all ranks' numbers; `places` has the ranks' coordinates, in rank order."""
+    """Computes `TimeSplit`s from all ranks' numbers. `places` holds the ranks' coordinates, in rank order."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Coordinates]) -> None:
         self._schedule = schedule
@@ -102,7 +105,7 @@ class Attribution:
         self._order = _order(schedule) if self._num_actions else []
 
     def work_out(self, rows: Seconds, first_step: int, last_step: int) -> TimeSplit:
-        """Compute the split for steps `first_step` to `last_step`; `rows` [ranks, n] has each rank's `StepTally.numbers`."""
+        """Compute the split for steps `first_step` to `last_step`. `rows` [ranks, n] holds each rank's `StepTally.numbers`."""
         waits = self._causes(rows[:, USUAL + 1 :])
         ranks = []
         for rank, row in enumerate(rows[:, : len(SPANS)].tolist()):
@@ -127,7 +130,7 @@ class Attribution:
         )
 
     def _causes(self, steps: Seconds) -> _Waits:
-        """Split waits by cause; `steps` is [ranks, steps x numbers], where each step has its `PipelineStep.numbers`."""
+        """Split waits by cause. `steps` [ranks, steps x numbers] holds each step's `PipelineStep.numbers`."""
         num_ranks, most = len(self._places), self._num_actions
         if not most:
             nothing = np.zeros(num_ranks)
@@ -167,9 +170,9 @@ class Attribution:
         return result
 
     def _replayed(self, begin: Seconds, durations: Seconds) -> Seconds:
-        """Replay the steps with messages that need no time; return each stage's waits, [dp, pp, steps].
+        """Replay the steps with messages that need no time. Return each stage's waits, [dp, pp, steps].
 
-        `begin` is [dp, pp, steps], `durations` [dp, pp, steps, actions].
+        `begin` is [dp, pp, steps]. `durations` is [dp, pp, steps, actions].
         """
         durations = np.moveaxis(durations, -1, 0)
         now = [begin[:, rank] for rank in range(begin.shape[1])]
@@ -183,7 +186,7 @@ class Attribution:
         return np.maximum(bubble, 0.0)
 
     def _simulated(self, durations: Seconds) -> list[float]:
-        """Simulate the schedule with each stage's mean action durations; return the bubble in seconds, by pipeline index."""
+        """Simulate the schedule with each stage's mean action durations. Return bubble seconds by pipeline index."""
         placement = self._schedule.placement
 
         def mean(stage: int, kinds: Sequence[Kind]) -> float:
@@ -203,10 +206,10 @@ class Attribution:
 
 
 def _order(schedule: Schedule) -> list[tuple[int, int, int | None]]:
-    """List all pipeline ranks' actions, so that each follows the action whose output it receives.
+    """List all pipeline ranks' actions, each after the action whose output it receives.
 
-    An entry has the action's pipeline rank, its index on that rank, and the list index of the action whose output it receives
-    (None if it receives nothing).
+    An entry is (pipeline rank, index on that rank, list index of the feeding action). The list index is None if the action receives
+    nothing.
     """
     placement = schedule.placement
     timeline = simulate(schedule, Costs.uniform(placement.num_stages))

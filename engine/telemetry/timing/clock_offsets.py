@@ -1,14 +1,13 @@
-"""Offsets between the ranks' clocks, measured with small all-reduces.
+"""Measures the offsets between the ranks' clocks with small all-reduces.
 
     rank 0    enters        leaves                     no rank leaves an all-reduce before all have entered it:
     rank 3          enters   leaves
                                                        entered(0) <= left(3) - offset(3)   and   entered(3) - offset(3) <= left(0)
 
-Here entered(r) and left(r) are readings of rank r's own clock, and offset(r) is how far this clock is ahead of rank 0's. So each
-round bounds a rank's offset from both sides, whatever the network did. The tightest bounds over many rounds are kept. The offset is
-their middle, and its error is at most half their distance (a bound, not an estimate). On one machine that is one all-reduce's time,
-some tens of microseconds; between machines it grows with the latency. The run has all-reduces anyway, so no new kind of call is
-needed.
+Here entered(r) and left(r) are readings of rank r's own clock. offset(r) is how far that clock is ahead of rank 0's. So each round
+bounds a rank's offset from both sides, whatever the network did. The offset is the middle of the tightest bounds over many rounds.
+Its error is at most half the distance of these bounds. On one machine the error is some tens of microseconds. Between machines it
+grows with the latency.
 """
 
 import time
@@ -26,7 +25,7 @@ NUM_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """This rank's clock reading at the moment that all ranks use as time zero, and the reading's largest possible error."""
+    """This rank's clock reading at the ranks' common time zero, and the largest error."""
 
     origin_seconds: float
     error_seconds: float
@@ -35,12 +34,12 @@ class ClockOffset:
 def measure_offset(
     world: Axis, device: torch.device, clock: Callable[[], float] = time.perf_counter, num_rounds: int = NUM_ROUNDS
 ) -> ClockOffset:
-    """Compare this rank's clock with that of the axis's first member; every member calls it at the same point.
+    """Compare this rank's clock with the first member's clock. Every member must call this function at the same point.
 
     Args:
         world: axis over all ranks whose clocks are compared.
         clock: function that returns seconds and never goes back.
-        num_rounds: number of all-reduces; many are needed, because the first ones are slow.
+        num_rounds: number of all-reduces; the first ones are slow.
     """
     moments = []
     for _ in range(num_rounds):

@@ -1,12 +1,11 @@
-"""The clocks that time a rank's activities in a step: the host's clock, and CUDA events on a stream.
+"""Times a rank's activities in a step with the host's clock or with CUDA events.
 
     CPU    `Pending.wait` stops the host, so the host's clock shows what each wait costs
-    GPU    `Pending.wait` stops the stream, and the host runs ahead. So an event is recorded on the current stream before and after
-           the wait; the time between two events is the device's time from one to the other, idle time included
+    GPU    `Pending.wait` stops the stream, so an event is recorded on the current stream before and after the wait
 
-An event costs the host some microseconds, so a GPU run marks only sampled steps (`StreamClock.samples`). A host clock reading costs
-a tenth of a microsecond, so a CPU run marks every step. Nothing here waits for the device during a step: events are queried after
-the host has read numbers that the device computed after these events.
+The time between two events is the device's time, idle time included. An event costs the host some microseconds, so a GPU run marks
+only sampled steps (`StreamClock.samples`). A CPU run marks every step. Nothing here waits for the device during a step. Events are
+queried once the host has read numbers that the device computed after these events.
 """
 
 import time
@@ -17,7 +16,7 @@ import torch
 
 
 class HostClock:
-    """The host's monotonic clock; on Linux all processes on a machine share it."""
+    """The host's monotonic clock. On Linux, all processes on a machine share this clock."""
 
     samples = False
 
@@ -33,7 +32,7 @@ class HostClock:
 
 
 class StreamClock:
-    """A clock whose marks are CUDA events on the current stream, from any thread: the main thread or autograd's."""
+    """A clock whose marks are CUDA events on the current stream of any thread."""
 
     samples = True
 

@@ -1,19 +1,18 @@
-"""A rank's activities over time, with a mark wherever one ends and the next begins.
+"""Marks the moments at which one activity of a rank ends and the next begins.
 
     part         data | forward_backward                             | optimizer          | other
     instruction        | 0F0               | post | 0F1     | 0B0 ... |                    |
     wait               |     | tp |        |      |  | pp |           |         | world |  |
     marks         ^    ^     ^    ^        ^      ^  ^    ^ ^         ^         ^       ^  ^
 
-Between two marks the rank does one thing, so a step is split without gaps, by construction. The training loop reports parts, the
-executor instructions, and the ledger waits for calls and host reads. A mark is a host clock reading if waits stop the host, and a
-CUDA event if they stop a stream (`triaxis.engine.telemetry.timing.clocks`). An event has no time until the device has reached it.
-So the marks of a step are read together with the step's numbers, and nothing waits for them.
+Between two marks the rank does one thing, so a step is split without gaps. The training loop reports parts. The executor reports
+instructions. The ledger reports waits for calls and host reads. A mark is a host clock reading or a CUDA event
+(`triaxis.engine.telemetry.timing.clocks`). An event has no time until the device has reached it. So a step's marks are read
+together with the step's numbers, and nothing waits for them.
 
-Context-parallel calls run while something else is computed. Each has two marks: when it was posted, and when its future completes.
-gloo runs a future's callback on its own thread once the result exists. NCCL's future completes once the call is enqueued, and torch
-runs the callback with a current stream that waits for the call. An event recorded on it is reached when the call is over (see
-`torch.distributed.Work.get_future`).
+Context-parallel calls run while something else is computed. Each call has two marks, at its post and at its future's completion.
+gloo completes a future once the result exists. NCCL completes a future once the call is enqueued. torch then runs the callback
+on a stream that waits for the call, so an event marks the call's end (see `torch.distributed.Work.get_future`).
 """
 
 from collections import deque
@@ -27,9 +26,9 @@ from triaxis.engine.run.step_parts import StepPart
 
 
 class Activity(NamedTuple):
-    """A rank's activity between two marks: a part, an instruction inside it, and a wait inside that instruction or part.
+    """A rank's activity between two marks. The last field that is set tells what the rank does.
 
-    The last field that is set tells what the rank does. `wait` is the ledger's event for a call or a host read.
+    `instruction` runs inside `part`. `wait` is the ledger's event for a call or a host read.
     """
 
     part: StepPart
@@ -44,17 +43,17 @@ class Clock(Protocol):
     def samples(self) -> bool: ...
 
     def mark(self) -> Any:
-        """Return a mark between the work that this rank has posted so far and the work that it posts next."""
+        """Make a mark after the work that this rank has posted so far."""
 
     def elapsed(self, marks: Sequence[Any]) -> list[float]:
-        """Measure the seconds from the first mark to each one; the host must have read the step's numbers before."""
+        """Measure the seconds from the first mark to each mark. The host must have read the step's numbers before."""
 
     def anchor(self) -> tuple[Any, float]:
-        """Make a mark, and read `time.perf_counter` at the same moment; this may wait for the device."""
+        """Make a mark and read `time.perf_counter` at the same moment. The call may wait for the device."""
 
 
 class CallMarks(NamedTuple):
-    """Marks of a call that may be hidden: `posted` marks its post, and each mark in `over` the end of one of its handles."""
+    """Marks of a call that may be hidden. `posted` marks the post, and each mark in `over` one handle's end."""
 
     posted: Any
     over: list[Any]
@@ -89,9 +88,9 @@ class MarkedStep:
 
 
 class TimeMarks:
-    """One rank's marks, which follow its parts, instructions and waits (`triaxis.engine.comm.ledger.WaitObserver`).
+    """Marks one rank's parts, instructions and waits.
 
-    No step is marked before `begin`. In an unmarked step, no mark is made.
+    Implements `triaxis.engine.comm.ledger.WaitObserver`. No step is marked before `begin`.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -103,7 +102,7 @@ class TimeMarks:
         self._ended: deque[MarkedStep] = deque()
 
     def begin(self, steps_made: int, *, is_marked: bool) -> None:
-        """Start marking with `steps_made` steps complete, at a run's start or after a rollback; drop marks that were not taken."""
+        """Start marking with `steps_made` steps complete. Marks that were not taken are dropped."""
         self._ended.clear()
         self._part, self._instruction = StepPart.OTHER, None
         self._start(steps_made + 1, is_marked)
@@ -114,12 +113,12 @@ class TimeMarks:
         self._switch(None)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """Record that the executor begins `instruction`; None after the last one."""
+        """Record that the executor begins `instruction`, or None after the last one."""
         self._instruction = instruction
         self._switch(None)
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
-        """Mark when a context-parallel call of a forward or backward is posted, and when each of its handles completes."""
+        """Mark a context-parallel call's post and each handle's end, during forward and backward."""
         running = self._running
         if running is None or posted.axis != "cp" or self._part is not StepPart.FORWARD_BACKWARD:
             return
@@ -141,11 +140,11 @@ class TimeMarks:
         self._switch(mark)
 
     def read_ends(self) -> None:
-        """Mark the end of a host read; the device has been idle since it computed the numbers."""
+        """Mark the end of a host read."""
         self._switch(None)
 
     def end_step(self, *, next_is_marked: bool) -> None:
-        """End the running step and begin the next one; both share one mark, so that no time between them is lost."""
+        """End the running step and begin the next one, at the same mark."""
         self._part, self._instruction = StepPart.OTHER, None
         mark = None
         if self._running is not None:
@@ -155,7 +154,7 @@ class TimeMarks:
         self._start(self._step + 1, next_is_marked, mark)
 
     def take(self, step: int) -> MarkedStep | None:
-        """Remove and return the marks of step `step` (from 1); None if it was not marked. Marks of earlier steps are dropped."""
+        """Remove and return the marks of step `step`, counted from 1, and drop earlier ones. None if the step was not marked."""
         while self._ended and self._ended[0].step <= step:
             ended = self._ended.popleft()
             if ended.step == step:
@@ -163,7 +162,7 @@ class TimeMarks:
         return None
 
     def close(self) -> None:
-        """Stop marking: the loop has ended."""
+        """Stop marking after the loop."""
         self._running = None
 
     def _start(self, step: int, is_marked: bool, mark: Any = None) -> None:
@@ -172,7 +171,7 @@ class TimeMarks:
         self._switch(None, mark)
 
     def _switch(self, wait: Event | None, mark: Any = None) -> None:
-        """Begin an activity with the current part and instruction, at the given mark or at a new one."""
+        """Begin an activity with the current part and instruction, at `mark` or a new mark."""
         running = self._running
         if running is not None:
             running.marks.append(self.clock.mark() if mark is None else mark)

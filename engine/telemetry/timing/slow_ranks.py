@@ -1,10 +1,10 @@
-"""Detection of ranks that compute longer than ranks with the same work.
+"""Detects ranks that compute longer than ranks with the same work.
 
     stage 0   rank 0  41 ms    rank 1  40 ms    rank 4  58 ms    rank 5  41 ms        rank 4: 41 % over the median of the others
     stage 1   rank 2  35 ms    rank 3  35 ms    rank 6  36 ms    rank 7  35 ms
 
-Ranks in one pipeline stage hold equal parts of the same layers and see equally many tokens, so they should compute equally long.
-Waiting does not count as computing: a slow rank makes the others wait, but only its own number grows.
+Ranks in one pipeline stage have equal work, so they should compute equally long.
+Waiting does not count as computing, so a slow rank raises only its own number.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class SlowRank:
 
 
 class SlowRanks:
-    """A comparison of ranks within each pipeline stage, which reports a rank once when it becomes slow.
+    """Reports a rank once when it becomes slower than its pipeline stage's other ranks.
 
     Args:
         stage_ranks: each rank's pipeline index, in rank order.
@@ -56,9 +56,9 @@ class SlowRanks:
         self._in_a_row = [0] * len(stage_ranks)
 
     def report(self, compute_seconds: Sequence[float]) -> list[SlowRank]:
-        """List the ranks that become slow with this report; `compute_seconds` has each rank's compute time in its median step.
+        """List the ranks that become slow with this report.
 
-        There is one sort per stage: comparing each rank with a list of the others would take quadratic time.
+        `compute_seconds` holds each rank's compute time in its median step.
         """
         named = []
         for ranks in self._stages.values():
@@ -76,7 +76,7 @@ class SlowRanks:
 
 
 def _median_without(in_order: Sequence[float], place: int) -> float | None:
-    """Median of ascending values, leaving out the value at `place`; None if no other value is left."""
+    """Compute the median of ascending values without the one at `place`. None if no other value is left."""
     count = len(in_order) - 1
     if not count:
         return None

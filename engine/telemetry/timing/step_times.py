@@ -1,4 +1,4 @@
-"""A rank's step times: marked here, gathered before each line, split on the logging rank.
+"""Gathers the ranks' step times before each printed line and splits them on rank 0.
 
     step   1     2 ... 8     9             10                11 ... 18     19            20
     line   x                               x                                             x
@@ -7,10 +7,9 @@
            warms up
 
 A rank's row has sixteen numbers. With a pipeline, each measured step adds six, and each of its actions two. Rows travel to rank 0
-along tp, then pp, then dp (`triaxis.engine.comm.gather`). The first of these calls is posted when the host reads the numbers of
-the step before a line; on a GPU the others are posted at once, on the CPU when the host reads the line's own step. So a line shows
-the split of the steps before it. An attempt's first step warms up and is in no split. On a GPU only the step before a line is
-measured, because marks cost time there; the timeline's steps are measured on every device.
+along tp, then pp, then dp (`triaxis.engine.comm.gather`). The gather begins when the host reads the numbers of the step before a
+line. So a line shows the split of the steps before it. An attempt's first step warms up and is in no split. On a GPU only the step
+before a line is measured, because marks cost time there. The timeline's steps are measured on every device.
 """
 
 import sys
@@ -39,12 +38,12 @@ PURPOSE = "telemetry"
 
 
 class StepTimes(StepWatcher):
-    """Step times for this rank and, on rank 0, for all ranks. All ranks make the same calls.
+    """Measures this rank's step times and, on rank 0, splits all ranks' times. All ranks make the same calls.
 
     Args:
-        config: telemetry settings; the interval between lines and `time_split` are read.
-        topology: this rank's topology; its waits must be reported to `marks`.
-        marks: this rank's time marks; its instructions must be reported to them, too.
+        config: telemetry settings, of which the interval between lines and `time_split` are read.
+        topology: this rank's topology, whose waits must be reported to `marks`.
+        marks: this rank's time marks, to which instructions must be reported too.
         num_steps: number of steps in the whole run.
         timeline: this rank's timeline row, with the same steps on all ranks; None if the run has no timeline.
     """
@@ -79,7 +78,7 @@ class StepTimes(StepWatcher):
             self._attribution = Attribution(schedule, places)
 
     def begin(self, steps_made: int) -> None:
-        """Start measuring with `steps_made` steps complete; after a rollback, drop the measurement under way."""
+        """Start measuring with `steps_made` steps complete. A measurement under way is dropped."""
         self._collect()
         self._tally = StepTally()
         self._step = steps_made
@@ -93,14 +92,14 @@ class StepTimes(StepWatcher):
         self._marks.enter(part)
 
     def end_step(self) -> None:
-        """End a step on the host; the device may not have finished the step's work."""
+        """End a step on the host. The device may still be at work."""
         self._step += 1
         self._marks.enter(StepPart.OTHER)
         self._compare_clocks()
         self._marks.end_step(next_is_marked=self._is_marked(self._step + 1))
 
     def on_step(self, step: int) -> TimeSplit | None:
-        """Evaluate step `step` (from 1), whose numbers have just been read.
+        """Evaluate step `step`, counted from 1, once the host has read the step's numbers.
 
         Returns:
             On the logging rank, the split to print with this step's line. None if the step has no line, and on other ranks.
@@ -121,7 +120,7 @@ class StepTimes(StepWatcher):
             self._world.barrier(self._topology.device, PURPOSE)
 
     def close(self) -> None:
-        """Stop marking, and write the steps of the timeline row that were measured so far."""
+        """Stop marking, and write the timeline steps measured so far."""
         self._marks.close()
         self._write_row()
 
@@ -155,7 +154,7 @@ class StepTimes(StepWatcher):
                 self._traced = range(0)
 
     def _write_row(self) -> None:
-        """Write the timeline row. If it cannot be written, print the error, and let the run go on."""
+        """Write the timeline row. If writing fails, print the error and go on."""
         try:
             if self._timeline is not None:
                 self._timeline.write()
@@ -177,7 +176,7 @@ class StepTimes(StepWatcher):
         self._tally = StepTally()
 
     def _collect(self) -> TimeSplit | None:
-        """Finish the gather that was posted last; return its split on the logging rank, None elsewhere."""
+        """Finish the last gather. Return the gather's split on the logging rank, None elsewhere."""
         if self._posted is None:
             return None
         (read, tally), self._posted = self._posted, None

@@ -1,24 +1,23 @@
-"""The parts of a step's time, adding up to 100 %: sums over each rank's activities, and their means over all ranks.
+"""Splits a step's time into parts that add up to 100 %.
 
     compute        the schedule's actions, less the waits inside them
     exposed_tp     waits for tensor-parallel calls, including those of the cross-entropy
     exposed_cp     waits for the other context-parallel ranks' keys and values, and for sums of their gradients
-    exposed_ep     waits for tokens on their way to experts and back, for row counts, and for the load within samples
-    host_read      host reads that keep a device idle: row counts, ends of experts' rows
+    exposed_ep     waits for tokens sent to experts and back, for row counts, and for sums over the ranks that share a sample
+    host_read      waits of the host for numbers from the device, such as row counts
     bubble         idle time that would remain if messages took no time
-    exposed_pp     cost of the pipeline's messages: posting, waits beyond the bubble, waits until the last sends have left
-    exposed_dp     waits for gradients to be reduced (sums for replicated parameters too), and for parameters to be gathered
-    optimizer      gradient norm, clipping, update; posting the parameter gathers
+    exposed_pp     posting pipeline messages, waits beyond the bubble, and waits until the last sends have left
+    exposed_dp     waits for gradients to be reduced and for parameters to be gathered
+    optimizer      gradient norm, clipping, update, and posting the parameter gathers
     data           reading and copying the next global batch
     checkpoint     time for which saving stops training
-    other          everything else: reading and recording numbers, Python between two actions, the label sum, the agreement
+    other          everything else, such as recording numbers, Python between two actions, and calls over all ranks
 
-A rank can measure that it waited for another stage, but not why. So bubble and exposed_pp are separated on the rank that has all
-ranks' times (`triaxis.engine.telemetry.timing.bubble`). `StepTally` adds up one rank's times, `TimeSplit` holds all ranks' means.
+`StepTally` adds up one rank's times. `TimeSplit` holds all ranks' means. A rank can measure that it waited for another stage, but
+not why. So bubble and exposed_pp are separated on the rank that has all ranks' times (`triaxis.engine.telemetry.timing.bubble`).
 
-`hidden_cp` is not a part: it is time in which a context-parallel call was running while the rank did not wait for any such call. A
-call runs from its post until it is over, including the time in which it is queued after other calls. exposed_cp and hidden_cp add
-up to the time in which at least one call was running.
+`hidden_cp` is not one of these parts. It is the time in which a context-parallel call ran while the rank waited for no such call. A
+call runs from its post to its end, queue time included. exposed_cp and hidden_cp add up to the time in which at least one call ran.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +64,7 @@ USUAL = len(SPANS)
 
 
 def span_of(activity: Activity) -> str | None:
-    """Find the span in `SPANS` to which an activity belongs; None if it belongs to no step."""
+    """Find an activity's span in `SPANS`. None if the activity belongs to no step."""
     part, instruction, wait = activity
     if part is StepPart.VALIDATION:
         return None
@@ -101,7 +100,7 @@ Interval = tuple[float, float]
 
 
 def seconds_without(inside: Sequence[Interval], outside: Sequence[Interval]) -> float:
-    """Compute the seconds that are in an interval of `inside` but in none of `outside`; no interval may end before it starts."""
+    """Compute the seconds covered by `inside` but not by `outside`. No interval may end before it starts."""
     edges = [(moment, step, 0) for interval in inside for moment, step in zip(interval, (1, -1), strict=True)]
     edges += [(moment, 0, step) for interval in outside for moment, step in zip(interval, (1, -1), strict=True)]
     total, before, num_inside, num_outside = 0.0, 0.0, 0, 0
@@ -114,7 +113,7 @@ def seconds_without(inside: Sequence[Interval], outside: Sequence[Interval]) -> 
 
 @dataclass(slots=True)
 class PipelineStep:
-    """One rank's pass through the pipeline in one step, in seconds. All moments are on one scale, that of the step's marks.
+    """One rank's pass through the pipeline in one step. Times are in seconds, moments from the step's first mark.
 
     Attributes:
         begin: moment at which the rank's first instruction began.
@@ -124,7 +123,7 @@ class PipelineStep:
         ends_wait: the rank's wait in the sum over first and last stage, before the last call.
         tp_wait, cp_wait: the rank's waits for tensor-parallel and for context-parallel calls.
         waits: each action's wait for its input, in order.
-        durations: each action's duration, in order, without the wait for its input but with other waits.
+        durations: each action's duration, in order, with all waits but the one for its input.
     """
 
     begin: float
@@ -138,7 +137,10 @@ class PipelineStep:
     durations: list[float] = field(default_factory=list)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List `STEP_NUMBERS` (`begin` and `through` less `met`), then `waits`, then `durations`, each padded to `num_actions`."""
+        """List `STEP_NUMBERS`, then `waits`, then `durations`. Here `begin` and `through` count from `met`.
+
+        `waits` and `durations` are padded to `num_actions`.
+        """
         assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
         none = [0.0] * (num_actions - len(self.waits))
         moments = [self.begin - self.met, self.through - self.met]
@@ -210,9 +212,9 @@ class StepTally:
         self._pipeline.append(way)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List the mean seconds per step by span and the median compute seconds, then `PipelineStep.numbers` of each step.
+        """List mean seconds by span, the median compute seconds, then each step's `PipelineStep.numbers`.
 
-        The numbers of each step are padded to `num_actions` actions (left out if 0), so that all ranks' lists are equally long.
+        Steps are padded to `num_actions` actions, so that all ranks' lists are equally long. With 0 actions, no step is listed.
         """
         spans = [self._seconds[span] / len(self.steps) for span in SPANS]
         steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
@@ -227,9 +229,9 @@ class TimeSplit:
         first_step, last_step: first and last measured step, counted from 1.
         ranks: seconds by part, one mapping per rank, which adds up to the rank's step time.
         schedule_bubbles: each rank's idle seconds if every action had its stage's mean duration.
-        usual_compute: each rank's compute seconds in its median step, which a single delayed step does not change.
-        hidden_cp: each rank's seconds in which a context-parallel call ran and the rank waited for none; None without context
-            parallelism.
+        usual_compute: each rank's compute seconds in its median step.
+        hidden_cp: each rank's seconds in which a context-parallel call ran while the rank waited for no such call; None without
+            context parallelism.
     """
 
     first_step: int
@@ -246,7 +248,7 @@ class TimeSplit:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds per step, averaged over the ranks: the sum of `seconds`."""
+        """Seconds per step, averaged over the ranks."""
         return sum(self.seconds.values())
 
     @property
@@ -256,11 +258,11 @@ class TimeSplit:
 
     @property
     def shares(self) -> dict[Part, float]:
-        """Parts as fractions of `step_seconds`; they add up to 1."""
+        """Parts as fractions of `step_seconds`, which add up to 1."""
         return {part: seconds / self.step_seconds for part, seconds in self.seconds.items()}
 
     def to_record(self) -> dict[str, Any]:
-        """Convert to a JSON object: means over the ranks, and the compute time of the slowest rank."""
+        """Convert to JSON with means over the ranks and the slowest rank's compute time."""
         slowest = max(range(len(self.ranks)), key=lambda rank: self.usual_compute[rank])
         return {
             "first_step": self.first_step,
@@ -274,7 +276,7 @@ class TimeSplit:
         }
 
     def __str__(self) -> str:
-        """Format `compute 61%  tp 8%  cp 4% (12 ms, 9 hidden)  bubble 14% (schedule 13%)  other 13%`, without small parts."""
+        """Format all but small parts, as in `compute 61%  tp 8%  cp 4% (12 ms, 9 hidden)  bubble 14% (schedule 13%)`."""
         words = []
         for part, share in self.shares.items():
             name = part.removeprefix("exposed_").replace("_", " ")

@@ -1,4 +1,4 @@
-"""The timeline, which shows some steps of all ranks on one time axis in ui.perfetto.dev or chrome://tracing.
+"""Draws steps of all ranks on one time axis, for ui.perfetto.dev or chrome://tracing.
 
     rank 0   | step 12                                                            |
              | data | forward_backward                       | optimizer | other  |
@@ -7,9 +7,9 @@
     rank 1   | step 12 ...                                                             a row per rank, in the order of the ranks
 
 Actions are named as in the schedule. A group call is named after its sends and receives: `send` with the action that produced the
-tensor, `receive` with the action that needs it. Each rank writes its own file; `merge` combines the files when the run ends or in
-`triaxis report --timeline`. The ranks' clocks are compared before the first of these steps
-(`triaxis.engine.telemetry.timing.clock_offsets`); each row's name shows the largest possible error.
+tensor, `receive` with the action that needs it. Each rank writes its own file. `merge` combines the files when the run ends or in
+`triaxis report --timeline`. The ranks' clocks are compared before the first traced step
+(`triaxis.engine.telemetry.timing.clock_offsets`). Each row's name shows the largest possible clock error.
 """
 
 import json
@@ -35,7 +35,7 @@ _MOST_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class RowIdentity:
-    """What a rank writes into its timeline file to tell its row from the other ranks' rows.
+    """Facts that tell a rank's timeline row from the other rows.
 
     Attributes:
         rank: the row's rank, by which rows are ordered.
@@ -53,7 +53,7 @@ class RowIdentity:
 
 
 class Timeline:
-    """One rank's timeline row. Its `steps` count from 1; `write` creates the folder of `path`."""
+    """One rank's timeline row. `steps` count from 1. `write` creates the folder of `path`."""
 
     def __init__(self, steps: range, row: RowIdentity, path: Path) -> None:
         self.steps = steps
@@ -64,11 +64,11 @@ class Timeline:
         self._events: list[dict[str, Any]] = []
 
     def set_clock(self, origin_seconds: float, error_seconds: float) -> None:
-        """Set this rank's clock reading at the moment that all ranks use as time zero, and the reading's largest possible error."""
+        """Set this rank's clock reading at the ranks' common time zero, and the largest error."""
         self._origin_seconds, self._error_seconds = origin_seconds, error_seconds
 
     def add(self, step: int, activities: Sequence[Activity], clock_seconds: Sequence[float]) -> None:
-        """Add one step; `clock_seconds` are readings of this rank's clock, one more than `activities`."""
+        """Add one step. `clock_seconds` are readings of this rank's clock, one more than `activities`."""
         times = [seconds - self._origin_seconds for seconds in clock_seconds]
         self._slice(f"step {step}", "step", times[0], times[-1], {})
         layers: list[tuple[str, list[Any]]] = [
@@ -86,7 +86,7 @@ class Timeline:
                 began = place
 
     def write(self) -> None:
-        """Write the rank's file if anything was not written yet.
+        """Write the rank's file if an added step is not written yet.
 
         Raises:
             OSError: the file cannot be written.
@@ -127,14 +127,14 @@ class Timeline:
 
 
 def _titled(instruction: Instruction, row: RowIdentity) -> tuple[str, str]:
-    """Name and category of an instruction's slice."""
+    """Choose an instruction's slice name and category."""
     if isinstance(instruction, Action):
         return str(instruction), "action"
     return ", ".join(_transfer_name(transfer, row) for transfer in instruction.transfers), "transfer"
 
 
 def _transfer_name(transfer: Transfer, row: RowIdentity) -> str:
-    """Name a transfer by this rank's action: `send 0F3 to pp 1` if 0F3 produced it, `receive 1B3 from pp 1` if 1B3 needs it."""
+    """Name a transfer by this rank's action, as in `send 0F3 to pp 1`."""
     letter, before = ("F", -1) if transfer.direction == "forward" else ("B", 1)
     if transfer.source == row.pp_rank:
         chunk = row.placement.chunk_of(transfer.stage + before)
@@ -193,7 +193,9 @@ def merge(run: Path) -> Merged:
 
 
 def read_ranks(run: Path) -> dict[int, dict[str, Any]]:
-    """Read the rank files from a run's latest traced attempt, by rank: Chrome's trace format, times in microseconds.
+    """Read the rank files from a run's latest traced attempt, by rank.
+
+    The files have Chrome's trace format, with times in microseconds.
 
     Raises:
         TriaxisError: no rank wrote a timeline, or a rank's file cannot be read.
@@ -224,5 +226,5 @@ def read_ranks(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def _names(folder: Path) -> list[str]:
-    """List the names in a folder, sorted; empty if it is not a folder."""
+    """List the names in a folder, sorted. If there is no folder, the list is empty."""
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []

@@ -1,12 +1,12 @@
-"""The timers that split a step's time into parts, on the host's clock.
+"""Splits a step's time into parts, on the host's clock.
 
     enter(DATA) --- enter(FORWARD_BACKWARD) ----------- end_step()  enter(VALIDATION) ---- enter(DATA) ...
          data      |      forward_backward              |   other   |      validation        |
          `------------------ this step's spans --------'`----- the next step's spans ------...
 
-One part is running at any time, so a step's spans add up to the time from the previous step's end to its own. A switch costs one
-clock reading. On a GPU a part's time includes the host's waits in that part. If the host launches kernels in one part and waits for
-them in the next, their time counts in the next. Over several steps this evens out.
+One part is running at any time, so a step's spans add up to the time since the previous step's end. On a GPU a part's time
+includes the host's waits in that part. If the host launches kernels in one part and waits for them in the next, their time counts
+in the next.
 """
 
 import time
@@ -16,12 +16,12 @@ from triaxis.engine.run.step_parts import StepPart
 
 
 def has_line(step: int, log_interval: int, num_steps: int) -> bool:
-    """Whether step `step` (from 1) has a printed line: the first, the last and every `log_interval`-th step do."""
+    """Whether step `step`, counted from 1, has a printed line. The first, the last and every `log_interval`-th step do."""
     return step == 1 or step == num_steps or (step % log_interval == 0 and step < num_steps)
 
 
 class Timers:
-    """Host time by part, without gaps; `clock` returns seconds and never goes back."""
+    """Measures host time by part, without gaps. `clock` returns seconds and never goes back."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -30,7 +30,7 @@ class Timers:
         self._spans_seconds: dict[StepPart, float] = {}
 
     def enter(self, part: StepPart) -> None:
-        """End the running part and start another; if a part runs twice in a step, its times are added."""
+        """End the running part and start another. If a part runs twice in a step, its times are added."""
         now = self._clock()
         self._spans_seconds[self._part] = self._spans_seconds.get(self._part, 0.0) + now - self._since_seconds
         self._part, self._since_seconds = part, now

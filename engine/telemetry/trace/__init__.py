@@ -1,1 +1,1 @@
-"""Traces of a run's steps: a torch profiler file, and NVTX ranges that Nsight Systems shows."""
+"""Traces a run's steps with the torch profiler and NVTX ranges."""

@@ -1,4 +1,4 @@
-"""NVTX ranges for Nsight Systems: steps, loop parts and program instructions, named as in a profiler trace.
+"""Opens NVTX ranges for steps, loop parts and program instructions, which Nsight Systems shows.
 
     | step 12                                                                        |   ends when step 13 begins with `data`
     | data |            forward_backward            | optimizer | checkpoint |
@@ -6,9 +6,9 @@
 
     nsys profile --trace=cuda,nvtx,osrt -o rank_%q{RANK} ...       each rank writes its own report
 
-`0B1` is chunk 0's backward of microbatch 1; `post` is a group call, which posts sends and receives. Ranges belong to the thread
-that runs the rank's program, and show when the host posted the work. Autograd's own thread launches the backward kernels: they
-appear at the same time as their action's range, in another row.
+`0B1` is chunk 0's backward of microbatch 1. `post` is a group call, which posts sends and receives. Ranges show when the host
+posted the work, in the row of the thread that runs the rank's program. Autograd's own thread launches the backward kernels, so they
+appear in another row.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from triaxis.engine.telemetry.trace.profile import instruction_name
 
 
 class NvtxRanges(StepWatcher):
-    """NVTX ranges of one rank; `push` opens a nested range, `pop` ends the innermost one."""
+    """NVTX ranges of one rank. `push` opens a nested range, `pop` ends the innermost one."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class NvtxRanges(StepWatcher):
         self._step = steps_made
 
     def enter(self, part: StepPart) -> None:
-        """End the running part's range and begin this part's; the first part also begins a new step's range."""
+        """End the running part's range and begin this part's. The first part also begins a new step's range."""
         if part == FIRST:
             self._step += 1
             self._pop_to(0)
@@ -47,7 +47,7 @@ class NvtxRanges(StepWatcher):
         self._push_range(part)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """End the previous instruction's range and begin this one's."""
+        """End the previous instruction's range and begin this instruction's."""
         if self._depth < 2:
             return  # outside the loop's steps, as when the model writes text at the end of the run
         self._pop_to(2)

@@ -1,10 +1,9 @@
-"""A torch profiler trace of some steps on one rank: operators and kernels, inside ranges named as in the schedule.
+"""Traces operators and kernels of some steps on one rank with the torch profiler.
 
     | data |            forward_backward            | optimizer | checkpoint |        loop parts
            | 0F0 | post | 0F1 | 0B0 | post | ...                                      instructions in the rank's program
 
-A trace opens in https://ui.perfetto.dev or chrome://tracing. Traced steps run slower: compare their times with each other, but do
-not report them.
+A trace opens in https://ui.perfetto.dev or chrome://tracing. Traced steps run slower, so do not report their times.
 """
 
 import sys
@@ -22,12 +21,12 @@ POST = "post"
 
 
 def instruction_name(instruction: Instruction) -> str:
-    """Name an instruction: `0F3` for an action, `post` for a group call."""
+    """Name an instruction, as in `0F3` for an action and `post` for a group call."""
     return POST if isinstance(instruction, Post) else str(instruction)
 
 
 class StepProfiler(StepWatcher):
-    """Profiler that traces the configured steps on one rank.
+    """Traces the configured steps on one rank.
 
     Args:
         config: steps to trace, counted from 1.
@@ -49,7 +48,7 @@ class StepProfiler(StepWatcher):
         self._instruction: record_function | None = None
 
     def begin(self, steps_made: int) -> None:
-        """Set the number of completed steps to `steps_made`. Once the trace is written, repeated steps are not traced again."""
+        """Set the number of completed steps to `steps_made`. A trace is written once, even if steps are repeated."""
         self._step = steps_made
 
     def enter(self, part: StepPart) -> None:
@@ -66,7 +65,7 @@ class StepProfiler(StepWatcher):
             self._part = _entered(part)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """End the previous instruction's range and begin this one's."""
+        """End the previous instruction's range and begin this instruction's."""
         if self._profile is None:
             return
         if self._instruction is not None:
@@ -76,7 +75,7 @@ class StepProfiler(StepWatcher):
             self._instruction = _entered(instruction_name(instruction))
 
     def close(self) -> None:
-        """Write the open trace, if any. If it cannot be written, print the error to standard error and go on."""
+        """Write the open trace, if any. If writing fails, print the error to standard error and go on."""
         if self._profile is None:
             return
         self._leave()
@@ -92,7 +91,7 @@ class StepProfiler(StepWatcher):
             self.written = self._path
 
     def _leave(self) -> None:
-        """End the instruction's range and the part's range, if they are open."""
+        """End the open ranges of the instruction and the part."""
         self.instruction(None)
         if self._part is not None:
             self._part.__exit__(None, None, None)

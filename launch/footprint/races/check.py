@@ -1,14 +1,14 @@
-"""Run steps of one rank in any layout on the CPU, in a fake world, and watch every stream of a GPU run for races.
+"""Run one rank's steps in a fake world on the CPU, and find races.
 
 A rank runs these in turn:
 
-    step          receives are posted early; sends end when they are waited for, so their memory stays in use
-    save          the optimizer's state is copied as a checkpoint in the background copies it
-    step          receives are posted late; a send has ended at the first query, so memory is freed as early as possible
+    step          receives are posted early; a send ends when it is waited for
+    save          the optimizer's state is copied as in a background checkpoint
+    step          receives are posted late; a send ends when it is first queried
     validation    a forward-only step
 
-The engine's own code runs on real tensors. A receive leaves its buffer's old content, which is harmless, because the order of
-operators does not depend on values.
+The engine's own code runs on real tensors. A receive leaves its buffer's old content, since the order of operators does not depend
+on values.
 """
 
 from collections.abc import Callable
@@ -112,7 +112,10 @@ def _staging(watch: RaceWatch) -> Callable[[str, Ledger], Carrier]:
 
 
 def representative_ranks(grid: RankGrid) -> list[int]:
-    """Return sorted ranks: for pp first, middle and last, the rank with tp, cp and dp index 0, and the one with the largest."""
+    """Choose ranks that represent all, in ascending order.
+
+    They are on the first, middle and last pp stage, with the smallest or the largest tp, cp and dp indices.
+    """
     sizes = grid.sizes
     ends = ({"tp": 0, "cp": 0, "dp": 0}, {"tp": sizes.tp - 1, "cp": sizes.cp - 1, "dp": sizes.dp - 1})
     return sorted({grid.rank(pp=pp, **end) for pp in (0, sizes.pp // 2, sizes.pp - 1) for end in ends})
@@ -135,7 +138,7 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
 
 
 def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
-    """Replace the engine's copy lanes with watched streams; on the CPU, the lanes would not overlap with the computation."""
+    """Replace the engine's copy lanes with watched streams."""
     engine.to_host = WatchedFromCuda(watch)
     saving = {id(chunk.saved): chunk.saved for chunk in engine.chunks}
     for number, saved in enumerate(saving.values()):
@@ -147,7 +150,7 @@ def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
 
 
 def _run(engine: Engine, watch: RaceWatch) -> None:
-    """Run a step, a save, a step and a validation; the first step's numbers are read after the second step is posted."""
+    """Run a step, a save, a step and a validation."""
     batches = microbatches(engine)
 
     def step() -> PendingResult:

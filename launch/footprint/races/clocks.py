@@ -1,16 +1,14 @@
-"""Order operators by the vector clocks of their streams, and keep the last uses of each byte of memory.
+"""Order operators by their streams' vector clocks, and keep each byte's last uses.
 
-The host posts operators on streams and goes on. Two operators on one stream are ordered. So are two operators
-if a chain of events and waits leads from the first one's end to the second one's start. Unordered operators may run at the same
-time.
+Two operators are ordered if they are on one stream. They are also ordered if a chain of events and waits leads from one to the
+other. Unordered operators may run at the same time.
 
-    clock[s] = n     the first n operators on stream s are over before the clock's own stream begins its next operator
-    event            a copy of a stream's clock at the moment when the event is recorded
+    clock[s] = n     the first n operators on stream s are over before the next operator on the clock's own stream
+    event            a copy of a stream's clock, made when the event is recorded
     wait             sets each clock[s] of the waiting stream to the event's value, if that is larger
 
-The host has a clock as well: what it posts begins after everything that it has waited for. The clocks are those in Mattern,
-"Virtual Time and Global States of Distributed Systems" (1989). For each byte only the last write and the reads since are kept, as
-in FastTrack (Flanagan and Freund, PLDI 2009, section 3).
+The host has a clock as well. The clocks are those in Mattern, "Virtual Time and Global States of Distributed Systems" (1989). For
+each byte only the last write and later reads are kept, as in FastTrack (Flanagan and Freund, PLDI 2009, section 3).
 """
 
 from bisect import bisect_left
@@ -26,7 +24,7 @@ class Stream:
     """A queue of operators that run one after another.
 
     Attributes:
-        number: the stream's key in a vector clock.
+        number: key in a vector clock.
         clock: operators that are over before this stream's next operator begins.
     """
 
@@ -40,10 +38,10 @@ class Operator(NamedTuple):
 
     Attributes:
         name: operator name such as `aten::mm`, or a collective with its axis and purpose.
-        place: program line that posted it.
-        during: pipeline instruction at that moment, such as `0F1`; "" outside the pipeline.
-        stream: stream that it runs on.
-        tick: its number on the stream, counted from 1.
+        place: program line that posted the operator.
+        during: pipeline instruction that was running, such as `0F1`; "" outside the pipeline.
+        stream: stream that the operator runs on.
+        tick: the operator's number on the stream, counted from 1.
     """
 
     name: str
@@ -58,10 +56,10 @@ class Operator(NamedTuple):
 
 
 class Clocks:
-    """One rank's streams and its host.
+    """The clocks of one rank's streams and of its host.
 
     Attributes:
-        host: the host as a stream: it reads and writes host memory, and runs each of its operators when it posts it.
+        host: stream that stands for the host. An operator on this stream runs as soon as it is posted.
     """
 
     def __init__(self) -> None:
@@ -74,7 +72,7 @@ class Clocks:
         return Stream(name, self._num_streams - 1)
 
     def post(self, stream: Stream, name: str, place: str, during: str = "") -> Operator:
-        """Post an operator after everything on the stream and everything that the host has waited for."""
+        """Post an operator on the stream. The operator begins after everything that the host has waited for."""
         self.wait(stream, self.host.clock)
         tick = stream.clock.get(stream.number, 0) + 1
         stream.clock[stream.number] = tick
@@ -86,7 +84,7 @@ class Clocks:
         return dict(stream.clock)
 
     def wait(self, stream: Stream, event: VectorClock) -> None:
-        """Make everything posted on the stream from now on begin after the event."""
+        """Make the stream's later operators begin after the event."""
         clock = stream.clock
         for number, tick in event.items():
             if clock.get(number, 0) < tick:
@@ -94,16 +92,18 @@ class Clocks:
 
 
 def is_over(operator: Operator, clock: VectorClock) -> bool:
-    """Whether the operator is certainly over once everything in the clock is."""
+    """Whether the operator is over once everything in the clock is over."""
     return operator.tick <= clock.get(operator.stream.number, 0)
 
 
 class UnorderedUse(NamedTuple):
-    """Two unordered operators that use the same bytes [start, stop) in a region, at least one of them writing.
+    """Two unordered operators that use the same bytes, at least one of them writing.
+
+    The bytes are [start, stop) in a region.
 
     Attributes:
-        first: the operator that was posted first; the other one is the caller's.
-        first_writes: whether the earlier one writes.
+        first: operator that was posted first. The second is the operator passed to `Region.use`.
+        first_writes: whether the first operator writes.
     """
 
     first: Operator
@@ -114,7 +114,12 @@ class UnorderedUse(NamedTuple):
 
 @dataclass(slots=True)
 class _Cell:
-    """The last operators that used some bytes: the last write, and the reads since then, one per stream."""
+    """The last operators that used some bytes.
+
+    Attributes:
+        write: the last write.
+        reads: reads since the last write, one per stream.
+    """
 
     write: Operator | None = None
     reads: dict[int, Operator] = field(default_factory=dict)
@@ -135,7 +140,7 @@ class Region:
         self._cells = [_Cell()]
 
     def use(self, operator: Operator, start: int, stop: int, *, writes: bool) -> list[UnorderedUse]:
-        """Record that an operator uses the bytes [start, stop), and return earlier uses that are not ordered with it."""
+        """Record that an operator uses the bytes [start, stop), and return unordered earlier uses."""
         first, last = self._cut(start), self._cut(stop)
         clock = operator.stream.clock
         conflicts = []
@@ -165,7 +170,7 @@ class Region:
         return list(found.values())
 
     def _cut(self, at: int) -> int:
-        """Return the index of the cell that begins at this byte, cutting a cell if needed."""
+        """Return the index of the cell that begins at byte `at`. If no cell begins there, a cell is cut."""
         index = bisect_left(self._starts, at)
         if at >= self.num_bytes or (index < len(self._starts) and self._starts[index] == at):
             return index

@@ -1,4 +1,4 @@
-"""Describe a race: both operators with their program lines, the rule, and the remedy."""
+"""Describe a race with both operators' program lines, the rule, and the remedy."""
 
 import sys
 from dataclasses import dataclass
@@ -48,10 +48,10 @@ class Race:
 
     Attributes:
         kind: kind of race.
-        first, second: operators in the order in which they were posted. For an early free, the second is `free` on the stream
-            that allocated the memory, and its place is where the last reference was dropped.
-        tensor: shape, dtype and name of the tensor that the second uses.
-        times: number of races that were found between these two program lines.
+        first, second: operators in the order in which they were posted. For an early free, the second operator is `free`, at the
+            line where the last reference was dropped.
+        tensor: shape, dtype and name of the tensor that the second operator uses.
+        times: number of races between these two program lines.
     """
 
     kind: RaceKind
@@ -73,7 +73,10 @@ class Race:
 
 
 class Origins:
-    """A finder of the program line that posts an operator: the innermost one outside torch, this package and `collectives`."""
+    """A finder of the program line that posts an operator.
+
+    It is the innermost line outside torch, this package and `collectives`.
+    """
 
     def __init__(self) -> None:
         outside = (Path(torch.__file__).parent, Path(__file__).parent, collectives.__file__)
@@ -81,7 +84,7 @@ class Origins:
         self._names: dict[CodeType, str] = {}
 
     def of_caller(self) -> str:
-        """Return the program line as `file:line`; the file is relative to the project."""
+        """Return the line as `file:line`, with the file relative to the project."""
         frame = sys._getframe(1)
         while True:
             name = self._names.get(frame.f_code)

@@ -1,4 +1,4 @@
-"""Check a configuration for races: choose a size that runs on this machine and the ranks, and print a report."""
+"""Check a configuration for races, and print a report."""
 
 from dataclasses import asdict
 
@@ -52,10 +52,10 @@ def check_races(console: Console, config: Config, ranks: list[int] | None) -> li
     Args:
         console: console to print on.
         config: configuration from `config_to_check`.
-        ranks: ranks to check; None: some that represent all.
+        ranks: ranks to check; None: `representative_ranks`.
 
     Returns:
-        The findings on each rank, for JSON.
+        Each rank's findings, for JSON.
     """
     sizes = parallel_sizes(config)
     grid = rank_grid(config, sizes)

@@ -1,12 +1,12 @@
-"""Stand-ins for the streams of a GPU run that overlap with the computation, for `RaceWatch`.
+"""Replace the streams of a GPU run by stand-ins that report to a `RaceWatch`.
 
-    CommunicatorStream   NCCL: a call begins after everything posted to the current stream; `wait` blocks the current stream
-    WatchedCuda          streams and events for the engine's own copy lanes: offload, a step's numbers, checkpoints, staging
-    WatchedStaging       gloo between GPUs: copies through host memory, and a thread that makes the calls
+    CommunicatorStream   a communicator's stream in NCCL
+    WatchedCuda          streams and events for the engine's own copies between GPU and host
+    WatchedStaging       copies through host memory for gloo between GPUs
     ReadingThread        the thread that writes checkpoints
     HostReads            Python code that reads values
 
-Each replaces the engine's own object through an argument or attribute that the engine provides for it.
+Each stand-in replaces an engine object through an argument or attribute that the engine provides.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,10 +29,10 @@ HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy)
 
 
 class CommunicatorStream:
-    """A communicator's stream; a carrier (`triaxis.engine.comm.staging.Carrier`) that sends nothing.
+    """A `triaxis.engine.comm.staging.Carrier` that sends nothing, and posts calls on a watched stream.
 
-    NCCL's stream waits for an event on the current stream when a call is posted. The handle's `wait` makes the stream that is
-    then current wait for the call's end. A group call is one operator. The handle keeps no tensor: the engine must.
+    NCCL's stream waits for an event on the current stream when a call is posted. The handle's `wait` makes the current stream wait
+    for the call's end. The engine must keep the call's tensors, since the handle does not.
     """
 
     def __init__(self, watch: RaceWatch, name: str, ledger: Ledger) -> None:
@@ -57,7 +57,10 @@ class CommunicatorStream:
 
 
 def _written(event: Event, use: TensorUse) -> Sequence[torch.Tensor]:
-    """Return what a call writes. An in-place all-gather leaves the member's own slice as it is (NCCL, "In-place Operations")."""
+    """Return what a call writes.
+
+    An in-place all-gather leaves the member's own slice as it is (NCCL, "In-place Operations").
+    """
     if event.op != "all_gather":
         return use.written
     (whole,), (part,) = use.written, use.read
@@ -78,7 +81,7 @@ class _CommunicatorWork:
         self._watch.clocks.wait(self._watch.current, self._mark)
 
     def is_completed(self) -> bool:
-        """Whether the call has ended; if so, the host is now ordered after it."""
+        """Whether the call has ended. If so, the host is now ordered after the call."""
         if self._watch.sends_end:
             self._watch.clocks.wait(self._watch.thread, self._mark)
         return self._watch.sends_end
@@ -88,8 +91,8 @@ class WatchedCuda:
     """The streams and events in `torch.cuda` that the engine uses, on a watch's clocks.
 
     Args:
-        watch: watch whose clocks are used.
-        name: name of the streams created here, for reports.
+        watch: watch that the streams and events report to.
+        name: name of the created streams, for reports.
     """
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
@@ -111,7 +114,7 @@ class WatchedCuda:
 
 @dataclass(frozen=True, slots=True)
 class _WatchedStream:
-    """A stand-in for `torch.cuda.Stream`; `of` is the corresponding stream in the clocks."""
+    """A stand-in for `torch.cuda.Stream`. `of` is the corresponding stream in the clocks."""
 
     watch: RaceWatch
     of: Stream
@@ -142,14 +145,14 @@ class _WatchedEvent:
         self._watch.clocks.wait(self._watch.thread, self.mark)
 
     def query(self) -> bool:
-        """Whether the event is reached; if so, the thread is now ordered after it."""
+        """Whether the event is reached. If so, the thread is now ordered after the event."""
         if self._watch.sends_end:
             self.synchronize()
         return self._watch.sends_end
 
 
 class WatchedFromCuda(FromCuda):
-    """The engine's copies to host memory, on a watch's clocks. The memory is not pinned, since there is no GPU.
+    """The engine's copies to host memory, on a watch's clocks.
 
     Attributes:
         copied: destinations of the last copies.
@@ -171,7 +174,7 @@ class WatchedFromCuda(FromCuda):
 
 
 class WatchedPageLock:
-    """A stand-in for a page lock (`triaxis.engine.device.pinned_memory.PageLock`): locked memory counts as host memory."""
+    """A stand-in for `triaxis.engine.device.pinned_memory.PageLock`. Locked memory counts as host memory."""
 
     def __init__(self, watch: RaceWatch) -> None:
         self._watch = watch
@@ -184,7 +187,7 @@ class WatchedPageLock:
 
 
 class WatchedStaging(Staging):
-    """A process group's staging over gloo, for a rank on a GPU (`triaxis.engine.comm.staging`); its thread has its own clock."""
+    """A process group's staging over gloo, as on a rank with a GPU. The staging's thread has its own clock."""
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
         self._watch = watch
@@ -198,14 +201,14 @@ class WatchedStaging(Staging):
 
 
 class _Worker(Executor):
-    """A thread that runs calls in order; their waits block this thread and not the host."""
+    """A thread that runs calls in order. The calls' waits block this thread and not the host."""
 
     def __init__(self, watch: RaceWatch, thread: Stream) -> None:
         self._watch = watch
         self._thread = thread
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the function at once, on the thread's clock; the future has handles for the caller to wait for."""
+        """Run the function at once, on the thread's clock. The future's handles are for the caller to wait on."""
         watch = self._watch
         with watch.as_thread(self._thread):
             works = function(*args, **kwargs)

@@ -1,13 +1,13 @@
-"""Find races between streams, and memory that is freed too early, while the engine's own code runs on the CPU.
+"""Find races between streams, and memory that is freed too early, on the CPU.
 
-On a GPU operators run on streams: the computation, one communicator per process group, copies to host memory and back. On the CPU
-each operator ends before the next begins, so nothing goes wrong there. `RaceWatch` sees every operator, and stand-ins for the
-other streams (`triaxis.launch.footprint.races.streams`) post a GPU's overlapped work to it. For any two uses of the
-same bytes, either the clocks (`triaxis.launch.footprint.races.clocks`) prove an order, or both operators are reported.
+On a GPU operators run on several streams. On the CPU each operator ends before the next begins, so nothing goes wrong there.
+`RaceWatch` sees every operator while the engine's own code runs. Stand-ins for the other streams
+(`triaxis.launch.footprint.races.streams`) post a GPU's overlapped work to `RaceWatch`. Any two uses of the same bytes must be
+ordered by the clocks (`triaxis.launch.footprint.races.clocks`), or both operators are reported.
 
-Freed memory goes back to the stream that allocated it, which may use it again at once (torch's caching allocator). So it may be
-freed only after that stream has waited for all others that use it. Host memory is not freed under a copy: torch's allocator waits
-for copies, and the engine keeps what it pins itself (`triaxis.engine.device.pinned_memory`). Its reuse is checked as any other use.
+Freed memory goes back to the stream that allocated it, which may use it again at once (torch's caching allocator). So memory may be
+freed only after that stream has waited for all other streams that use the memory. Host memory is exempt, since torch's allocator
+waits for copies.
 """
 
 from collections import Counter
@@ -34,11 +34,11 @@ class _Memory:
 
     Attributes:
         region: the storage's uses, byte by byte.
-        watcher: weak reference that reports when it is freed.
-        on_host: whether it is host memory.
-        shape: shape and dtype of the first tensor in it.
-        name, parts: name for reports, if any, and its parts as (first byte, end byte, name).
-        lent: numbers of streams that the allocator waits for before it reuses the memory.
+        watcher: weak reference that reports when the storage is freed.
+        on_host: whether the storage is in host memory.
+        shape: shape and dtype of the first tensor in the storage.
+        name, parts: name for reports, and the storage's parts as (first byte, end byte, name).
+        lent: numbers of streams that the allocator waits for before the memory is used again.
     """
 
     region: Region
@@ -51,13 +51,13 @@ class _Memory:
 
 
 class RaceWatch(TorchDispatchMode):
-    """A race detector: each dispatched operator goes to the clocks, and each storage has a region.
+    """A race detector that passes each dispatched operator to the clocks.
 
     Attributes:
         current: stream that operators are posted on.
         thread: host thread that runs.
         during: current pipeline instruction, for reports.
-        sends_end: True: a send has ended when it is first queried; False: it ends only when it is waited for.
+        sends_end: True: a send has ended when it is first queried. False: a send ends only when it is waited for.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def as_thread(self, thread: Stream) -> Iterator[None]:
-        """Run the block as another host thread, which works on host memory as it goes."""
+        """Run the block as another host thread."""
         before, self.thread = self.thread, thread
         try:
             with self.on(thread):
@@ -154,7 +154,10 @@ class RaceWatch(TorchDispatchMode):
             self.thread = before
 
     def lend(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep the tensor's memory, once freed, until the stream has done everything posted by then (`Tensor.record_stream`)."""
+        """Make the allocator wait for the stream before it reuses the tensor's memory.
+
+        The stream must finish everything that was posted before the tensor was freed, as with `Tensor.record_stream`.
+        """
         self._know(tensor).lent.add(stream.number)
 
     def is_host_memory(self, tensor: torch.Tensor) -> None:
@@ -164,7 +167,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def host_memory(self) -> Iterator[None]:
-        """Count new tensors as host memory; the present thread runs the operators dispatched in the block."""
+        """Count new tensors as host memory. The present thread runs the operators that are dispatched in the block."""
         before, self._making_for_host = self._making_for_host, True
         try:
             with self.on(self.thread):
@@ -173,7 +176,10 @@ class RaceWatch(TorchDispatchMode):
             self._making_for_host = before
 
     def read_on_host(self, tensor: torch.Tensor) -> None:
-        """Record that the host reads values. For device memory, the current stream copies them and the host waits for the copy."""
+        """Record that the host reads values.
+
+        For device memory, the current stream copies the values and the host waits for the copy.
+        """
         if self._know(tensor).on_host:
             self.post(self.thread, "a read", [tensor], ())
         else:
@@ -181,7 +187,7 @@ class RaceWatch(TorchDispatchMode):
             self.clocks.wait(self.thread, self.clocks.record(self.current))
 
     def call(self, tensor: torch.Tensor, name: str, parts: Sequence[tuple[int, int, str]] = ()) -> None:
-        """Name a storage for reports, and its parts (start, stop, name), in elements of the tensor."""
+        """Name a storage for reports, and its parts. Parts are (start, stop, name), in elements of the tensor."""
         memory = self._know(tensor)
         size = tensor.element_size()
         memory.name, memory.parts = name, [(start * size, stop * size, part) for start, stop, part in parts]
@@ -231,7 +237,7 @@ class RaceWatch(TorchDispatchMode):
 
 
 def _arguments(func: Any) -> list[tuple[str, bool]]:
-    """List an operator's argument names, and whether it writes to each, from its schema (`torch._ops.OpOverload`)."""
+    """List (name, whether the operator writes to it) for each of an operator's arguments."""
     return [
         (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
         for argument in func._schema.arguments
@@ -257,7 +263,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _named(memory: _Memory, start: int, stop: int) -> str:
-    """Format the name of a named storage and its parts in [start, stop), with a leading space."""
+    """Format the name of a storage and of its parts in [start, stop). The result begins with a space."""
     if not memory.name:
         return ""
     inside = [name for first, last, name in memory.parts if first < stop and start < last]

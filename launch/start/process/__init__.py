@@ -1,1 +1,1 @@
-"""Manage a launcher's or rank's own process: its streams, signals, error messages and exit code."""
+"""Manage a launcher's or rank's own process, such as its streams, signals and exit code."""

@@ -1,4 +1,7 @@
-"""Recognise errors that a process's environment causes: modules on PYTHONPATH that hide others, or too little memory."""
+"""Recognise errors that a process's environment causes.
+
+The causes are modules on PYTHONPATH that hide others, and too little memory.
+"""
 
 import errno
 import os
@@ -14,7 +17,7 @@ from triaxis.engine.program import IMPORT_ROOT
 
 
 def named_environment(error: BaseException) -> str | None:
-    """Describe how the environment made a command fail, and the remedy; None: the error has another cause."""
+    """Describe how the environment made a command fail, and the remedy; None if the error has another cause."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _not_mapped(error):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         bound = "this machine or its container has no more"
@@ -53,5 +56,5 @@ def _hidden(own: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _is_module(spec: ModuleSpec | None) -> bool:
-    """Whether importing the module would run a file; a folder without `__init__.py` hides nothing."""
+    """Whether importing the module would run a file. A folder without `__init__.py` hides nothing."""
     return spec is not None and spec.origin is not None

@@ -1,13 +1,11 @@
-"""End a rank's process within seconds: flush its output and exit with its own exit code.
+"""End a rank's process within seconds, with its own exit code.
 
     run_rank      runs any worker's `main`, prints its error, and ends the process with its exit code
-    WayOut        bounds the time to close everything after a failure: GRACE_SECONDS in all
+    WayOut        bounds the time to close everything after a failure to GRACE_SECONDS
     end           flushes the output and exits
 
-No rank runs the interpreter's teardown. It joins threads and destroys process groups, and both may hang after a failure.
-Destroying an NCCL communicator waits for every posted send and receive, even if the peer is gone. Teardown also runs the
-destructors of C++ libraries while their threads run: gloo's, TCPStore's, and torch's profiler in CUDA builds. A destructor
-that finds a joinable thread aborts the process ("terminate called without an active exception").
+No rank runs the interpreter's teardown, because it may hang or abort after a failure. Destroying an NCCL communicator waits for
+every posted send and receive, even if the peer is gone. Some C++ libraries' destructors abort the process if threads still run.
 """
 
 import os
@@ -44,15 +42,18 @@ def run_rank(main: Main, arguments: Sequence[str]) -> NoReturn:
 
 
 def _end_unless_heard(number: signal.Signals) -> None:
-    """End this process if Ctrl-C is still a KeyboardInterrupt: the current call may never return to Python."""
+    """End this process at once if SIGINT still has Python's default handler.
+
+    That handler would run only when the current call returns to Python, which may never happen.
+    """
     if number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
         end(ExitCode.INTERRUPTED)
 
 
 def exit_code(main: Main, arguments: Sequence[str]) -> int:
-    """Run `main(arguments)` and return its exit code; print the exception that ends it.
+    """Run `main(arguments)` and return its exit code. An exception that ends `main` is printed.
 
-    A user's mistake is the same on all ranks, so only rank 0 prints it; the launcher explains Ctrl-C.
+    A user's mistake is the same on all ranks, so only rank 0 prints it.
     """
     try:
         return main(arguments)
@@ -64,7 +65,7 @@ def exit_code(main: Main, arguments: Sequence[str]) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """Print a TriaxisError's message, "interrupted" for Ctrl-C, and a traceback for any other error, which is a bug."""
+    """Print a TriaxisError's message, "interrupted" for Ctrl-C, and a traceback for any other error."""
     if isinstance(error, TriaxisError):
         print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
@@ -78,12 +79,12 @@ def print_error(error: BaseException) -> None:
 class WayOut:
     """A time limit for a failing rank to close its files, threads and groups.
 
-    Use it as a context around everything that must be closed. The first failure in a `bounded` block starts the clock; leaving the
-    context stops it.
+    Use it as a context around everything that must be closed. The first failure in a `bounded` block starts the clock, and leaving
+    the context stops the clock.
 
     Args:
         grace_seconds: time from the failure to the end of the process.
-        leave: function that ends the process with an exit code; None: `end`.
+        leave: function (exit code) that ends the process; None: `end`.
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS, leave: Callable[[int], object] | None = None) -> None:
@@ -100,11 +101,12 @@ class WayOut:
 
     @contextmanager
     def bounded(self, agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """Start the clock if an exception leaves the block; if closing takes too long, the process ends with its exit code.
+        """Start the clock if an exception leaves the block.
+
+        If closing takes too long, the process ends with the exception's exit code.
 
         Args:
-            agreed: exceptions that do not start the clock, because all ranks raise them together: no call hangs after them, and the
-                run may end with another code.
+            agreed: exceptions that all ranks raise together; they do not start the clock, because no call hangs after them.
         """
         try:
             yield

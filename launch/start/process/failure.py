@@ -1,7 +1,7 @@
-"""Find the rank whose failure ended a run, and describe it with the last lines of its log.
+"""Find the rank whose failure ended a run, and describe it with the end of its log.
 
-When one rank dies, torchrun ends the others, and its communication peers fail by themselves a moment later. The
-first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.
+When one rank dies, torchrun ends the others, and its peers fail by themselves a moment later. The first cause is a rank that
+torchrun did not end. Among several, it is the one seen dead first, then the one whose log stopped first.
 """
 
 import os
@@ -32,10 +32,7 @@ LAST_BYTES = 64 * 1024
 
 
 class ExplainedError(Exception):
-    """A failure that this rank or another one has already printed; the process only needs to end with `exit_code`.
-
-    It leaves `launch/rank/join.py` as an exception, so no process group is closed after it.
-    """
+    """A failure that some rank has already printed. The process only needs to end with `exit_code`."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"exit code {exit_code}")
@@ -43,7 +40,7 @@ class ExplainedError(Exception):
 
 
 def where(device_index: int | None, pid: int | None = None) -> str:
-    """Describe where a rank on this node runs: `node1, pid 4711, GPU 3`.
+    """Describe where a rank on this node runs, such as `node1, pid 4711, GPU 3`.
 
     Args:
         device_index: index of the rank's GPU; None: no GPU.
@@ -65,9 +62,9 @@ class RankFailure:
     """The end of one rank.
 
     Attributes:
-        exit_code: its exit code, negative for a signal.
-        seen_seconds: time when torchrun saw it, in whole seconds since the epoch.
-        where: its host, process and GPU, in words.
+        exit_code: the rank's exit code, negative for a signal.
+        seen_seconds: time when torchrun saw the end, in whole seconds since the epoch.
+        where: the rank's host, process and GPU, in words.
     """
 
     rank: int
@@ -83,9 +80,12 @@ class RankFailure:
 
 
 def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
-    """Return the report on the hang that ended the last attempt under `runs/<name>/logs`; "" if it was already printed.
+    """Return the report on the hang that ended the last attempt; "" if it was already printed.
 
-    `failures` lists this node's ranks only. If rank 0 is among them and wrote the report, this terminal has shown it.
+    Args:
+        failures: failures on this node only. If rank 0 is among them and wrote the report, this terminal has shown it.
+        logs: `runs/<name>/logs`.
+        since_seconds: start of the run, in seconds since the epoch.
     """
     attempts = [path for path in logs.parent.glob("hangs/attempt_*") if path.stat().st_mtime >= since_seconds]
     report = hang_report(max(attempts)) if attempts else None
@@ -96,14 +96,14 @@ def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: fl
 
 
 def last_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
-    """Return the log of a rank's last attempt under `runs/<name>/logs`; None: nothing was written since the start."""
+    """Return the log of a rank's last attempt in `runs/<name>/logs`; None if nothing was written since the start."""
     found = (path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.is_file())
     written = [path for path in found if path.stat().st_mtime >= since_seconds]
     return max(written, key=lambda path: path.parent.name, default=None)
 
 
 def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> RankFailure:
-    """Choose the failure that caused the others: not ended by torchrun, then seen first, then with the log that stopped first.
+    """Choose the failure that caused the others.
 
     Args:
         failures: every rank that did not end with 0; at least one.
@@ -121,7 +121,10 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
 
 
 def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
-    """Describe a rank's end: exit code, last log lines (unless rank 0 has printed them), and the causes that they name."""
+    """Describe a rank's end by its exit code, its last log lines, and the causes that they name.
+
+    The log lines are left out if rank 0 has printed them.
+    """
     where = f" ({failure.where})" if failure.where else ""
     head = f"rank {failure.rank} ended with {failure.how}{where}, so the job was stopped."
     log = last_log(logs, failure.rank, since_seconds)

@@ -1,10 +1,10 @@
-"""Signals that reach a launcher are forwarded to its ranks, which finish their step and save (`engine/comm/stop.py`).
+"""Forward a launcher's signals to its ranks, which finish their step and save.
 
-    SIGTERM, SIGUSR1, SIGHUP, SIGINT    forwarded to every rank on this node; then wait for them, LONGEST_SAVE_SECONDS at most
+    SIGTERM, SIGUSR1, SIGHUP, SIGINT    forwarded to every rank on this node; the launcher waits LONGEST_SAVE_SECONDS at most
     SIGINT again                        forwarded too; a rank that still runs after AT_ONCE_SECONDS is killed
-    SIGHUP under nohup                  ignored, as it was when the launcher began; torchrun alone would end its ranks
-    SIGUSR2                             ends the ranks as torchrun does after a failure: SIGTERM, then SIGKILL
-    one of the first row, before ranks  ends the launcher, even inside a call that does not return to Python
+    SIGHUP under nohup                  ignored, as it was when the launcher began
+    SIGUSR2                             ends the ranks with SIGTERM, then SIGKILL
+    first row's signals, before ranks   end the launcher, even inside a call that does not return to Python
 
 torchrun by itself would end the ranks 30 seconds after the signal, saved or not.
 """
@@ -35,15 +35,14 @@ LEFT_TO_TORCHRUN = "SIGQUIT"
 
 
 class NoRanksError(Exception):
-    """A signal came before any rank started: there is nothing to save."""
+    """A signal came before any rank started, so there is nothing to save."""
 
 
 class ForwardedSignals:
     """A launcher's signals while its ranks run.
 
     Args:
-        leave: function that ends this process if a signal comes before any rank starts and Python does not handle it in time;
-            None: there is no such function.
+        leave: function that ends this process if a signal before the first rank is not handled in time; None: no such function.
 
     Attributes:
         first: first signal received; None: none came.
@@ -59,7 +58,7 @@ class ForwardedSignals:
         """Forward signals to the ranks while the block runs torchrun.
 
         Args:
-            words: torchrun's parsed arguments; if torch allows it, they are changed so that torchrun leaves these signals alone.
+            words: torchrun's parsed arguments; may be changed, so that torchrun leaves these signals alone.
 
         Raises:
             NoRanksError: inside the block, if a signal comes before the first rank is started.
@@ -77,9 +76,9 @@ class ForwardedSignals:
 
     @contextmanager
     def _instead_of_torchruns(self, words: argparse.Namespace) -> Iterator[None]:
-        """Keep torchrun, inside the block, from handling the signals that we forward.
+        """Keep torchrun from handling the signals that we forward, inside the block.
 
-        From torch 2.10 on, an argument does this; in torch 2.9, its only handler is replaced by one that passes on the others.
+        From torch 2.10 on, an argument does this. In torch 2.9, torchrun's signal handler is replaced.
         """
         if hasattr(words, "signals_to_handle"):
             words.signals_to_handle = LEFT_TO_TORCHRUN

@@ -36,13 +36,13 @@ def standard_streams() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Discard the rest of standard output; otherwise Python would report the error again when it flushes at exit."""
+    """Discard the rest of standard output, so that Python's flush at exit does not fail again."""
     with suppress(OSError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_words(arguments: Sequence[str]) -> None:
-    """Refuse arguments that are not UTF-8: configurations, logs and manifests could not store them.
+    """Refuse arguments that are not UTF-8, because configurations and logs could not store them.
 
     Raises:
         ConfigError: all such arguments, as bytes.

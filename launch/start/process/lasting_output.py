@@ -1,10 +1,10 @@
-"""Let a launcher or rank outlive its terminal: a print that cannot be written neither fails nor blocks for long.
+"""Let a launcher or rank outlive its terminal.
+
+A print that cannot be written neither fails nor blocks for long:
 
     triaxis train config.yaml | head    the banner fills head; the run goes on, and its later output is lost
     triaxis train config.yaml > file    the file's disk is full for a while; lost lines are counted in the file
     Ctrl-S                              a line waits for PATIENCE_SECONDS, then lines are lost and counted; the process goes on
-
-A rank replaces both streams again while its log is open (`triaxis.engine.telemetry.outlets.rank_log`).
 """
 
 import sys
@@ -21,9 +21,9 @@ PATIENCE_SECONDS = 10.0
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Keep prints inside the block from raising OSError, or from blocking on a paused terminal longer than `PATIENCE_SECONDS`.
+    """Keep prints inside the block from raising OSError or blocking longer than `PATIENCE_SECONDS`.
 
-    Streams that have no descriptor, as in a test, stay as they are.
+    Streams that have no descriptor stay as they are.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
@@ -37,7 +37,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO) -> TextIO:
-    """Open a lasting stream over the same descriptor; return `stream` itself if it has no descriptor, or is None (closed)."""
+    """Open a lasting stream over the same descriptor; return `stream` itself if it has none."""
     if stream is None:
         return stream
     with suppress(OSError):

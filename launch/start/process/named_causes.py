@@ -1,7 +1,4 @@
-"""Recognise known causes of a failure in the libraries' own error texts, and name the remedies.
-
-torch's error includes NCCL's last warning; with NCCL_DEBUG=WARN the warning is also in the log by itself.
-"""
+"""Recognise known causes of a failure in the libraries' own error texts, and name the remedies."""
 
 import re
 import signal
@@ -57,7 +54,7 @@ BUS_ERROR = (
 
 
 def named_causes(log: str, exit_code: int) -> list[str]:
-    """List the causes, each with its advice, that the end of a rank's log or its last signal indicates.
+    """List the causes that the end of a rank's log or its last signal indicates, each with advice.
 
     Args:
         log: text at the end of the log.

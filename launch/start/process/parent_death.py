@@ -1,6 +1,6 @@
-"""Protection against orphans: Linux kills a rank whose launcher has ended, since the rank would keep holding its GPU.
+"""Let Linux kill a rank whose launcher has ended, since the rank would keep its GPU.
 
-torchrun ends its ranks in every case but one: when it is itself killed with SIGKILL (out of memory, `kill -9`).
+torchrun ends its ranks unless it is itself killed with SIGKILL.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends; does nothing on systems that lack prctl."""
+    """Ask the kernel to kill this process when its parent ends. Does nothing on systems without prctl."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()

@@ -12,9 +12,9 @@ STUCK_SECONDS = 1.0
 
 @contextmanager
 def seen_at_once(stuck: Callable[[signal.Signals], None], after_seconds: float = STUCK_SECONDS) -> Iterator[None]:
-    """For each signal with a Python handler, call `stuck` in a thread `after_seconds` later, unless the block has ended.
+    """Call `stuck` in a thread `after_seconds` after each signal, unless the block has ended.
 
-    The thread sees signals through the interpreter's wake-up descriptor, which is written whatever the main thread does.
+    Only signals with a Python handler count.
     """
     heard, told = socket.socketpair()
     told.setblocking(False)

@@ -1,7 +1,6 @@
-"""Shorten the delay between SIGTERM and SIGKILL for ranks that torchrun ends because another rank has failed.
+"""Shorten the delay between SIGTERM and SIGKILL for ranks that end because another has failed.
 
-torchrun gives them 30 seconds: it calls `PContext.close()` with the default timeout. torchrun's option --shutdown-timeout applies
-to signals only. `PContext` is torchrun's class for its processes, and `close` is public.
+torchrun gives them 30 seconds. Its option --shutdown-timeout does not apply here.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Import and run a worker as one rank under torchrun; the import takes seconds, and Ctrl-C may come before it is done.
+"""Import and run a worker as one rank under torchrun.
 
     python -m triaxis.launch.start.process.start_rank triaxis.launch.pretrain_gpt config.yaml train.steps=20
 
-A rank that is interrupted before its worker is imported ends with a code and no traceback; its launcher prints the reason.
+The import takes seconds. A rank that Ctrl-C interrupts during the import exits with a code and no traceback.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Import the module that the first word names and run its `main` with the other words, as one rank."""
+    """Import the module in the first word and run its `main` with the other words, as one rank."""
     try:
         import importlib
 

@@ -1,1 +1,1 @@
-"""Run training steps of other libraries' models, for `launch/verify` to compare with ours: Megatron-Core and transformers."""
+"""Runs training steps of other libraries' models, for `launch/verify` to compare with ours."""

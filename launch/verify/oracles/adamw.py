@@ -1,4 +1,4 @@
-"""A base class for oracles with torch's AdamW: it holds weights by name, clips gradients and updates."""
+"""Provide a base class for oracles that are updated by torch's AdamW."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,11 +10,13 @@ from triaxis.launch.verify.verdict.records import TensorKind
 
 
 class UpdatedByTorch:
-    """Base class for an oracle (`model.Oracle`): it holds and updates the weights, and subclasses compute losses.
+    """Base class for a `model.Oracle` that torch's AdamW updates.
+
+    Subclasses compute losses.
 
     Args:
         named: all weights, by the oracle's names.
-        decayed, others: trained weights with decay, and without.
+        decayed, others: trained weights with decay, and trained weights without.
         config: settings for learning rate, betas, eps, weight decay and clipping.
     """
 
@@ -49,12 +51,12 @@ class UpdatedByTorch:
         return gradient
 
     def update(self) -> float:
-        """Clip and update; return the norm before clipping."""
+        """Clip the gradients, update the weights, and return the norm before clipping."""
         grad_norm = nn.utils.clip_grad_norm_(self._weights, self._clip)
         self._optimizer.step()
         return float(grad_norm)
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        """The weight itself for kind `master`; else AdamW's state of that name, such as `exp_avg`."""
+        """Return the weight for kind `master`, else AdamW's state with that kind's name."""
         weight = self._named[name]
         return weight if kind == "master" else self._optimizer.state[weight][kind]

@@ -1,10 +1,9 @@
-"""Write a small corpus for a comparison with an oracle, and read it with the oracle's own code.
+"""Write a small corpus for an oracle, and read it with the oracle's own code.
 
-    PREFIX.bin, PREFIX.idx  --`rows_of_steps`-->  tokens, labels, masks, counts of every microbatch of one process
+    PREFIX.bin, PREFIX.idx  --`rows_of_steps`-->  every microbatch's tokens, labels and masks
 
-Nothing from `engine/data` is used. The rows follow the documented formulas: the format in `engine/data/corpus/indexed.py`, the
-orders in `engine/data/shuffle.py` and `epoch_index.py`, the samples in `samples.py`, the distribution over ranks in `sampler.py`,
-the mask in `synthetic.py`. So an error in our loader shows as a difference, instead of occurring on both sides.
+The rows follow the formulas that `engine/data` documents, but no code from `engine/data` is used. So an error in our loader shows
+as a difference.
 """
 
 import hashlib
@@ -39,13 +38,13 @@ LONGEST_DOCUMENT = 3
 
 @dataclass(frozen=True, slots=True)
 class OracleBatch:
-    """One microbatch with b samples of s labels, as the oracle's reader cuts them from the corpus.
+    """One microbatch with b samples of s labels.
 
     Attributes:
         tokens, labels: int64 [b, s].
-        loss_mask: bool [b, s], False for labels that are not counted.
-        documents: int64 [b, s], each token's document number in its row, from 0.
-        positions: int64 [b, s], each token's position in its sample, or in its document with `data.positions: document`.
+        loss_mask: bool [b, s]; True for labels that count.
+        documents: int64 [b, s]; each token's document number in its row, from 0.
+        positions: int64 [b, s]; each token's position in its sample. With `data.positions: document`: its position in its document.
     """
 
     tokens: NDArray[np.int64]
@@ -57,9 +56,9 @@ class OracleBatch:
 
 
 def with_corpus(config: Config, folder: Path) -> Config:
-    """Return a configuration that reads the corpus and the tokenizer in `folder`, all documents for training.
+    """Return a configuration that reads the corpus and the tokenizer in `folder`.
 
-    The settings about documents (attention, positions, counted starts) stay as they are.
+    All documents are for training. Settings about documents stay as they are.
     """
     corpus, tokenizer = str(folder / CORPUS), str(folder / TOKENIZER)
     of_documents = config.data.model_dump(include={"attention", "positions", "count_document_starts"})
@@ -68,9 +67,9 @@ def with_corpus(config: Config, folder: Path) -> Config:
 
 
 def write_corpus(config: Config, folder: Path) -> None:
-    """Write documents with random tokens and lengths, so few that the steps in `config` need more than one epoch.
+    """Write a corpus with random tokens and lengths, and a tokenizer.
 
-    The tokenizer has one word for each id in the model; a small model has too few ids for a byte tokenizer.
+    The corpus is so small that the steps in `config` need more than one epoch. The tokenizer has one word for each id in the model.
     """
     model, train = config.model, config.train
     draw = np.random.default_rng(train.seed)
@@ -139,8 +138,8 @@ class _Samples:
     def row(self, sample_id: int) -> tuple[NDArray[Any], ...]:
         """Read one sample, as a row [s] for each array in `OracleBatch`.
 
-        Sample k of an epoch has the tokens k s .. k s + s - 1 in the epoch's shuffled stream of documents. The labels are the s
-        tokens that begin one later.
+        Sample k of an epoch has the tokens k s .. k s + s - 1 in the epoch's shuffled documents. Each label is the token after its
+        own.
         """
         epoch, place = divmod(sample_id, self._per_epoch)
         order = _permutation(len(self._documents), "documents", self._seed, epoch)
@@ -164,6 +163,6 @@ def _random_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
 
 
 def _permutation(count: int, *key: int | str) -> NDArray[np.int64]:
-    """Shuffle 0 .. count - 1: sort by the high bits of each index's random draw; indices with equal bits stay in order."""
+    """Shuffle 0 .. count - 1 by the high bits of each index's random draw. Indices with equal bits stay in order."""
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     return np.argsort(_random_bits(count, *key) >> index_bits, kind="stable")

@@ -15,7 +15,7 @@ from triaxis.models.interop.huggingface.weights import exchanges
 
 
 class HuggingFace(UpdatedByTorch):
-    """An oracle (`model.Oracle`): the Hugging Face model that an export would choose, built from the exported config."""
+    """A `model.Oracle` that runs the Hugging Face model with the exported config."""
 
     def __init__(self, config: Config) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,7 @@
-"""Run other libraries' code in float64 throughout, even where it asks for fp32.
+"""Run other libraries' code in float64, even where it asks for fp32.
 
-Their models ask for fp32 where bf16 would lose bits: in norms, RoPE angles, softmax, loss and gradient norm. A float64 run would
-lose bits there, and an error of 1e-7 could hide a bug. So each request for fp32 becomes a request for float64.
+Other libraries' models ask for fp32 in norms and softmax, where a float64 run would lose bits. So each request for fp32 becomes a
+request for float64.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 
 
 class InFloat64(torch.overrides.TorchFunctionMode):
-    """A context in which fp32 requests, and requests without a dtype, create float64 tensors."""
+    """A context that creates float64 tensors where fp32 or no dtype is requested."""
 
     def __enter__(self) -> Any:
         self._before = torch.get_default_dtype()

@@ -1,4 +1,7 @@
-"""Run Megatron-Core's GPTModel as an oracle, with Megatron-Core's data-parallel wrapper, distributed optimizer and scheduler."""
+"""Run Megatron-Core's GPTModel as an oracle.
+
+The model has Megatron-Core's data-parallel wrapper, distributed optimizer and scheduler.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from triaxis.models.specs import model_specs
 
 @dataclass(frozen=True, slots=True)
 class MegatronPair:
-    """A pair (`model.Pair`): one parameter in Megatron-Core, and the parameters in our model that it is composed of."""
+    """A `model.Pair` of one Megatron-Core parameter and our parameters with the same numbers."""
 
     parameter: Parameter
     ours: tuple[ParamSpec, ...]
@@ -34,7 +37,7 @@ class MegatronPair:
 
 
 class MegatronCore:
-    """An oracle (`model.Oracle`); usable only inside `megatron_cpu.on_cpu`."""
+    """A `model.Oracle` that is usable only inside `megatron_cpu.on_cpu`."""
 
     def __init__(self, config: Config) -> None:
         self._gpt = gpt_model(config.model, DTYPES[config.precision.dtype], rows=config.model.vocab_size)
@@ -147,9 +150,12 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
 
 
 def distributed_optimizer(gpt: Any, config: OptimizerConfig) -> tuple[Any, Any]:
-    """Return the model in Megatron-Core's data-parallel wrapper, and its distributed AdamW with clipping.
+    """Build Megatron-Core's data-parallel wrapper and distributed AdamW.
 
-    Decay becomes active when the scheduler first steps, as in Megatron-LM's loop.
+    Decay becomes active when the scheduler first steps.
+
+    Returns:
+        (wrapped model, optimizer).
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig as TheirConfig
@@ -171,7 +177,7 @@ def distributed_optimizer(gpt: Any, config: OptimizerConfig) -> tuple[Any, Any]:
 
 
 def constant_schedule(optimizer: Any, config: OptimizerConfig) -> Any:
-    """Build Megatron-Core's scheduler with a constant learning rate and decay; it writes both to the optimizer's groups."""
+    """Build Megatron-Core's scheduler with a constant learning rate and decay."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(

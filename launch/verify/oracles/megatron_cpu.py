@@ -1,7 +1,7 @@
-"""Run Megatron-Core 0.16 on a CPU, in its own process: CUDA calls that do not affect the results are replaced.
+"""Run Megatron-Core 0.16 on a CPU, in its own process.
 
-Megatron-Core calls CUDA's allocator and streams by name and checks for CUDA tensor types, but a GPU would compute the same. The
-patches stay in place, and Megatron-Core's process groups are globals. So a process that has called `on_cpu` can do nothing else.
+CUDA calls that do not affect the results are replaced, and stay replaced. So a process that has called `on_cpu` can do nothing
+else.
 """
 
 import warnings
@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 @contextmanager
 def on_cpu(tp: int = 1, pp: int = 1) -> Iterator[None]:
-    """Run a block with Megatron-Core on the CPU, with its tp x pp process groups inside torch's default group.
+    """Run a block with Megatron-Core on the CPU.
 
-    If torch has no default group yet, one is created for this process alone.
+    Megatron-Core's tp x pp process groups lie inside torch's default group, which is created if it does not exist.
     """
     warnings.simplefilter("ignore")
     if not dist.is_initialized():
@@ -52,7 +52,7 @@ class _OnCpu(torch.overrides.TorchFunctionMode):
 def _type_on_cuda(name: str) -> str:
     """Return the type name that Megatron-Core's optimizer expects for a tensor type.
 
-    Double counts as float: the optimizer does not list double, and neither type needs a master copy.
+    Double counts as float, since the optimizer does not list double.
     """
     name = name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
     return name.replace("DoubleTensor", "FloatTensor")

@@ -1,4 +1,7 @@
-"""Define the interface of an oracle: losses, gradients and updates under its own names, and the pairing with our parameters."""
+"""Define the interface of an oracle.
+
+An oracle computes losses, gradients and updates under its own names. Pairs relate the oracle's parameters to ours.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +14,7 @@ from triaxis.launch.verify.verdict.records import TensorKind
 
 
 class Pair(Protocol):
-    """Some of our parameters and some of the oracle's that hold the same numbers.
+    """Some of our parameters, and the oracle's parameters that hold the same numbers.
 
     `triaxis.models.interop.huggingface.weights.Exchange` is an implementation.
     """
@@ -38,7 +41,7 @@ class Oracle(Protocol):
         """Set the gradients to zero."""
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
-        """Compute the loss of every label [b, s], masked ones too, with a graph; gradients add up over backward calls."""
+        """Compute every label's loss [b, s] with a graph, masked labels included. Gradients add up over backward calls."""
 
     def end_backward(self) -> None:
         """Finish the gradients after the last microbatch's backward."""
@@ -47,7 +50,7 @@ class Oracle(Protocol):
         """Gradient summed so far."""
 
     def update(self) -> float:
-        """Run one optimizer step with clipped gradients; return their norm before clipping."""
+        """Clip the gradients, run one optimizer step, and return the norm before clipping."""
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        """Master or moment (`exp_avg`) after an update, with the parameter's number of elements."""
+        """Return a master or moment (`exp_avg`) after an update. The result has as many elements as the parameter."""

@@ -1,13 +1,12 @@
-"""A user's plain function as an oracle, with torch's AdamW: `--oracle mine.py:reference`.
+"""Run a user's plain function as an oracle, for `--oracle mine.py:reference`.
 
     def reference(model, weights, batch):
         x = weights["embedding.word.weight"][batch.tokens]              # [b, s, h]
         ...
         return losses                                                   # [b, s], of every label
 
-`model` is the configuration's section. `weights` has whole tensors under our names, in their specs' shapes. `batch` is the one
-process's `triaxis.engine.data.loader.MicroBatch`: tokens, labels and positions, int64 [b, s]. The function is independent of
-layouts, and shares no code with the modules that it judges.
+`model` is the configuration's section. `weights` has whole tensors under our names, in their specs' shapes. `batch` is a
+`triaxis.engine.data.loader.MicroBatch` with tokens, labels and positions, int64 [b, s]. torch's AdamW updates the weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ Reference = Callable[[ModelConfig, Mapping[str, torch.Tensor], MicroBatch], torc
 
 
 def module_of(oracle: str) -> tuple[ModuleType, str]:
-    """Load the module in `SOURCE:NAME`, and compute its sources' digest.
+    """Load the module in `SOURCE:NAME`, and return it with its source digest.
 
     Raises:
         UserModuleError: the module does not exist, or running it fails.
@@ -40,7 +39,7 @@ def module_of(oracle: str) -> tuple[ModuleType, str]:
 
 
 class _Same:
-    """A pair (`model.Pair`) of one parameter on each side, with the same name and shape."""
+    """A `model.Pair` of two parameters with the same name and shape."""
 
     def __init__(self, spec: ParamSpec) -> None:
         self.ours, self.theirs = (spec,), (spec.name,)
@@ -53,7 +52,7 @@ class _Same:
 
 
 class OwnFunction(UpdatedByTorch):
-    """An oracle (`model.Oracle`): the function in `SOURCE:NAME`."""
+    """A `model.Oracle` whose losses the function in `SOURCE:NAME` computes."""
 
     def __init__(self, oracle: str, config: Config) -> None:
         self._function: Reference = getattr(module_of(oracle)[0], oracle.rpartition(":")[2])
@@ -73,6 +72,6 @@ class OwnFunction(UpdatedByTorch):
         return self._function(self._model, self._named, microbatch)
 
     def end_backward(self) -> None:
-        """Give a zero gradient to each parameter that the function does not read, so that the comparison shows it."""
+        """Give a zero gradient to each parameter that the function does not read."""
         for weight in self._weights:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad

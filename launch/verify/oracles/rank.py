@@ -1,9 +1,8 @@
-"""An oracle's process: it trains another library's model as `triaxis verify` trains ours, and writes the same files.
+"""Train another library's model as `triaxis verify` trains ours, and write the same files.
 
     python -P -m triaxis.launch.verify.oracles.rank verify.yaml    next to it job.json: {"folder": .., "oracle": "megatron-core"}
 
-It starts from the same weights as our one process, and writes whole tensors under our names. It reads the corpus by itself
-(`launch/verify/oracles/corpus.py`): labels, masks and counts come from its own code.
+This process starts from our weights, and writes whole tensors under our names.
 """
 
 import json
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(name: str, config: Config, folder: Path) -> None:
-    """Write the named oracle's steps to `folder`; the process cannot be used for anything else afterwards."""
+    """Write the named oracle's steps to `folder`. Afterwards the process cannot be used for anything else."""
     # Weights are drawn before the oracle is built: inside its contexts even our fp32 draws would be float64.
     start = {
         spec.name: starting_values(_whole(spec), config.train.seed, DTYPES[config.precision.dtype]).view(spec.shape)
@@ -57,7 +56,7 @@ def run(name: str, config: Config, folder: Path) -> None:
 
 
 def build_oracle(name: str, config: Config, stack: ExitStack) -> Oracle:
-    """Build the named oracle in the run's dtype; enter the contexts that it needs on `stack`."""
+    """Build the named oracle in the run's dtype. The contexts that the oracle needs are entered on `stack`."""
     if config.precision.dtype == "float64":
         from triaxis.launch.verify.oracles.in_float64 import InFloat64
 
@@ -78,12 +77,12 @@ def build_oracle(name: str, config: Config, stack: ExitStack) -> Oracle:
 
 
 def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Train `config.train.steps` steps and write the reference files for a layout's ranks to `folder`.
+    """Train `config.train.steps` steps, and write the reference files to `folder`.
 
     Args:
-        oracle: oracle with any weights; they are overwritten.
+        oracle: oracle, whose weights are overwritten.
         config: configuration for one process, with the corpus in `data.train`.
-        start: our weights by name, in their logical shapes and the run's dtype.
+        start: our weights by name, in logical shapes and in the run's dtype.
         folder: folder where `triaxis.launch.verify.rank` looks for its reference.
     """
     book = _Book(oracle, Writing(folder))
@@ -122,7 +121,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
 
 
 def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
-    """Convert the oracle's rows into a model's input tensors; with `within`, attention stays within documents."""
+    """Convert the oracle's rows into a model's input tensors. With `within`, attention stays within documents."""
     numbers = torch.from_numpy(rows.documents)
     return MicroBatch(
         tokens=torch.from_numpy(rows.tokens),
@@ -137,14 +136,14 @@ def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
 
 
 class _Book:
-    """A writer that passes an oracle's tensors, under our names, to a reference's notebook (`launch/verify/measure.py`)."""
+    """A writer that passes an oracle's tensors to a reference's notebook, under our names."""
 
     def __init__(self, oracle: Oracle, notebook: Writing) -> None:
         self._oracle, self._notebook = oracle, notebook
 
     @torch.no_grad()
     def set_start(self, start: Mapping[str, torch.Tensor]) -> None:
-        """Give our weights to the oracle, and record the weights that it then has."""
+        """Give our weights to the oracle, and record the oracle's weights afterwards."""
         for pair in self._oracle.pairs:
             theirs = pair.to_theirs([start[spec.name] for spec in pair.ours])
             for name, values in zip(pair.theirs, theirs, strict=True):
@@ -153,7 +152,7 @@ class _Book:
 
     @torch.no_grad()
     def write(self, step: int, kind: TensorKind, read: Callable[[str], torch.Tensor]) -> None:
-        """Write all tensors of a kind; `read` returns the tensor with a given name in the oracle.
+        """Write all tensors of a kind, as `read` returns them for the oracle's names.
 
         Parameters that are not trained have neither gradient nor moments.
         """

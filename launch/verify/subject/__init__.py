@@ -1,1 +1,1 @@
-"""`triaxis verify --subject`: verify the layouts of another engine instead of ours."""
+"""Verifies the layouts of another engine instead of ours, for `triaxis verify --subject`."""

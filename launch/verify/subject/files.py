@@ -1,6 +1,6 @@
-"""Write the inputs of an adapter, the script that runs another engine for `triaxis verify --subject`, and compare its reports.
+"""Write an adapter's inputs, and compare the reports that its ranks write.
 
-Each rank of the adapter writes one report.
+An adapter is the script that runs another engine for `triaxis verify --subject`.
 """
 
 import json
@@ -36,7 +36,11 @@ KINDS = ("gradient", "parameter")
 
 
 def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[ParameterFacts, ...]]:
-    """Write the first weights and all batches; return the job, still without a layout, and the parameters in forward order."""
+    """Write the first weights and all batches.
+
+    Returns:
+        (job without a layout, parameters in forward order).
+    """
     model, optimizer, dtype = config.model, config.optimizer, DTYPES[config.precision.dtype]
     name = str(dtype).removeprefix("torch.")
     family = family_of(model)
@@ -78,7 +82,7 @@ def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[Pa
 
 
 def write_as_subject(config: Config, folder: Path) -> Path:
-    """Rewrite the reference in `folder`, ours or an oracle's, as an adapter's report from one process; return its folder.
+    """Rewrite the reference in `folder` as an adapter's report, and return the report's folder.
 
     Args:
         config: configuration for one process.
@@ -105,10 +109,10 @@ def write_as_subject(config: Config, folder: Path) -> Path:
 
 
 class Reference:
-    """The reports from the smallest layout's ranks; other layouts' reports are compared with them.
+    """The reports of the smallest layout, with which other layouts' reports are compared.
 
     Args:
-        folder: folder with their reports.
+        folder: folder with the reports.
         world_size: number of ranks.
 
     Raises:
@@ -122,13 +126,13 @@ class Reference:
     def reports(
         self, folder: Path, parameters: Sequence[ParameterFacts], sizes: ParallelSizes
     ) -> tuple[RankReport, ...]:
-        """Compare the reports in `folder`, left by a layout's ranks, with the reference.
+        """Compare a layout's reports in `folder` with the reference.
 
         If several ranks report the same tensor, each report's sums are divided by the number of these ranks.
 
         Raises:
-            ReportError: a rank has not closed its job, or reports another rank's place; or a tensor's name or shape is not the
-                model's, or no rank reports it.
+            ReportError: a rank has not closed its job or reports another rank's place, a tensor's name or shape is not the model's,
+                or no rank reports a tensor.
         """
         ranks = [self._read(folder, rank) for rank in range(sizes.world_size)]
         places: dict[tuple[int, ...], int] = {}

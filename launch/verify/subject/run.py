@@ -1,11 +1,10 @@
-"""`triaxis verify --subject`: compare another engine's layouts with the same engine's run in one process.
+"""Compare another engine's layouts with its run in one process, for `triaxis verify --subject`.
 
     our config  ->  a small model, its weights and batches  ->  ADAPTER.py in one process  ->  the reference
                                                                 ADAPTER.py in a layout      ->  the tensors of each rank, compared
                                                                 --against ENGINE            ->  compared with the reference
 
-The reports are judged like those from our own layouts. Weights have Hugging Face's names, and all files are safetensors and JSON.
-So the adapter may run in another environment, where it needs no module but `triaxis_subject.py`.
+Weights have Hugging Face's names, and all files are safetensors and JSON. So the adapter may run in another environment.
 """
 
 import ast
@@ -54,17 +53,17 @@ OURS = "triaxis"
 
 
 class ReportError(Exception):
-    """A report that cannot be compared."""
+    """An adapter's report cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter's file, parsed but not run, since its packages may be in another environment.
+    """An adapter's file, parsed but not run.
 
     Attributes:
         path: absolute path.
-        axes: axes that its layouts may have.
-        smallest: number of ranks on each axis in its smallest layout, which is the reference.
+        axes: axes that the adapter's layouts may have.
+        smallest: number of ranks on each axis in the smallest layout, which is the reference.
     """
 
     path: Path
@@ -79,8 +78,8 @@ class SubjectTrial:
     Attributes:
         python: interpreter that runs the subject.
         trials: layouts of one small model, each compared with the smallest layout.
-        against: second engine to compare the reference with, and its version; empty: none.
-        most_seconds: time limit for one run.
+        against: (engine, version) of a second engine to compare the reference with; empty: none.
+        most_seconds: time limit for one run, in seconds.
     """
 
     adapter: Adapter
@@ -121,7 +120,10 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def covering_layouts(adapter: Adapter) -> list[dict[str, int]]:
-    """Choose layouts with 1 or 2 ranks per axis, without the smallest layout; any two axes occur in all combinations of sizes."""
+    """Choose layouts with 1 or 2 ranks per axis, without the smallest layout.
+
+    Any two axes occur in all combinations of sizes.
+    """
     sizes = {axis: (2, 1) if adapter.smallest[axis] == 1 else (2,) for axis in adapter.axes}
     smallest = math.prod(adapter.smallest.values())
 
@@ -146,10 +148,10 @@ def subject_trial(
     """Build a subject's layouts and a small model that fits them all.
 
     Args:
-        path, overrides: config file and overrides as for training; their layout is not read.
+        path, overrides: config file and overrides as for training; layouts in them are ignored.
         adapter: adapter file.
-        python: interpreter, as in `SubjectTrial`.
-        layouts: layouts in words, such as `tp=2,dp=2`; empty: covering layouts over the adapter's axes.
+        python: interpreter that runs the subject.
+        layouts: layouts in words, such as `tp=2,dp=2`; empty: those from `covering_layouts`.
         against: name of an engine; None: none.
         num_steps, dtype, most_seconds: settings for every run.
 
@@ -200,7 +202,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
 
 
 def named(sizes: Mapping[str, int]) -> str:
-    """Write a layout in words, such as `tp=2 dp=2`; axes with one rank are left out."""
+    """Write a layout in words, such as `tp=2 dp=2`, without axes that have one rank."""
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
@@ -209,10 +211,10 @@ def _with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 
 
 def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
-    """Run the subject in its smallest layout, then in the others.
+    """Run the subject in its smallest layout and in the others, and yield each verdict.
 
-    Each trial is yielded, with its verdict and its reference's name, as soon as it is judged. A layout that differs runs again,
-    with one axis after another collapsed to one rank.
+    Each result is (trial, verdict, name of the reference). A layout that differs runs again, with one axis after another collapsed
+    to one rank.
 
     Raises:
         VerificationError: a run failed.
@@ -286,7 +288,7 @@ def _run_against(asked: SubjectTrial, folder: Path) -> None:
 
 
 def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
-    """Run the adapter on every rank; return the first nonzero exit code. A rank that fails ends the others."""
+    """Run the adapter on every rank, and return the first nonzero exit code. A rank that fails ends the others."""
     from torch.distributed import TCPStore
 
     # Ranks meet in our store, as torchrun's do, so nothing else can take the port before rank 0 opens it.

@@ -1,4 +1,6 @@
-"""The inputs and reports of another engine's adapter. This module needs torch and safetensors, and nothing from Triaxis.
+"""Read the inputs and write the reports of another engine's adapter.
+
+This module needs torch and safetensors, and nothing from Triaxis.
 
 `triaxis verify CONFIG --subject ADAPTER.py` starts `ADAPTER.py FOLDER` on every rank of a layout, with torchrun's RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and this file on PYTHONPATH. An adapter in 15 lines:
@@ -32,14 +34,14 @@ from safetensors.torch import load_file, save_file
 
 
 def gathered(part: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Gather a tensor whose equal parts are cut along `dim` over the ranks of a torch process group."""
+    """Gather a tensor that is cut along `dim` into equal parts, one per rank."""
     parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, part.detach().contiguous(), group=group)
     return torch.cat(parts, dim)
 
 
 class MicroBatch(NamedTuple):
-    """Tokens and labels, int64 [b, s], and `counted`, bool [b, s], which is True for labels that count in the loss."""
+    """Tokens and labels, int64 [b, s], and `counted`, bool [b, s]. `counted` is True for labels that count in the loss."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -47,12 +49,13 @@ class MicroBatch(NamedTuple):
 
 
 class Job:
-    """One run in one layout, as this rank sees it: settings and inputs to read, and methods that report results.
+    """One run in one layout, as this rank sees it.
 
     Attributes:
         layout: ranks on each axis that the adapter declares.
         model: keys of Hugging Face's `config.json`.
-        optimizer: AdamW settings: `lr`, `betas`, `eps`, `weight_decay`, `max_norm`, and `no_decay`, names of weights without decay.
+        optimizer: AdamW's settings, which are `lr`, `betas`, `eps`, `weight_decay`, `max_norm` and `no_decay` (names of weights
+            without decay).
         num_steps: number of updates.
         dtype: dtype for weights, gradients and all sums.
     """
@@ -75,17 +78,17 @@ class Job:
         return load_file(self._inputs / "weights.safetensors")
 
     def microbatches(self, step: int) -> list[MicroBatch]:
-        """Load the microbatches of a step's global batch, in order; data-parallel ranks share them out."""
+        """Load the microbatches of a step's global batch, in order. Data-parallel ranks share them out."""
         with safe_open(self._inputs / "batches.safetensors", framework="pt") as batches:
             parts = [batches.get_tensor(f"{step}.{name}") for name in MicroBatch._fields]
         return [MicroBatch(*each) for each in zip(*parts, strict=True)]
 
     def num_counted(self, step: int) -> int:
-        """Return how many labels count in a step's global batch; the batch's loss is divided by this number."""
+        """Return how many labels count in a step's global batch. The batch's loss is divided by this number."""
         return sum(int(one.counted.sum()) for one in self.microbatches(step))
 
     def adamw(self, weights: Mapping[str, torch.Tensor]) -> torch.optim.AdamW:
-        """Build torch's AdamW with the job's settings for weights by name, for an engine without its own optimizer."""
+        """Build torch's AdamW for weights by name, with the job's settings."""
         plain, decayed = (
             [one for name, one in weights.items() if (name in self.optimizer["no_decay"]) is chosen]
             for chosen in (True, False)
@@ -99,7 +102,14 @@ class Job:
         self._keep("gradient", tensors)
 
     def done(self, step: int, loss: float, grad_norm: float, weights: Mapping[str, torch.Tensor]) -> None:
-        """Report the end of a step: the counted labels' mean loss, the norm before clipping, the updated weights."""
+        """Report the end of a step.
+
+        Args:
+            step: number of the step, from 0.
+            loss: mean loss of the counted labels.
+            grad_norm: norm before clipping.
+            weights: updated weights by name.
+        """
         self._keep("parameter", weights)
         save_file(self._held, self._folder / f"rank_{self._rank:05d}.step_{step:02d}.safetensors")
         self._held = {}
@@ -107,9 +117,9 @@ class Job:
         self._steps.append({"loss": float(loss), "grad_norm": float(grad_norm), "num_tokens": num_tokens})
 
     def close(self, **place: int) -> None:
-        """Report the rank's place on each axis with several ranks, and end torch's process groups, if there are any.
+        """Report the rank's place on each axis with several ranks, and end torch's process groups.
 
-        A rank can break a good run by leaving before its peers have read its last message, or while a group's threads are running.
+        A rank that exits without this call can break its peers' run.
         """
         if missing := [axis for axis, size in self.layout.items() if size > 1 and axis not in place]:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Decide whether a run equals its reference, and find the likely cause if not, from the differences between their tensors."""
+"""Decides whether a run equals its reference, and names the likely cause if not."""

@@ -1,20 +1,20 @@
 """Compute the largest error that rounding can explain.
 
-In float64 the bound is a constant, far above any rounding error and far below any bug's. In a narrower dtype it is measured. One
-process runs in that dtype (the reference), and once more in the next wider one, from the same rounded weights. A tensor's relative
-error e between the two runs is one process's rounding error. A layout adds the same numbers in another order, so its rounding error
-is another random draw of the same size. Only tensor parallelism rounds more often: partial sums from t ranks are rounded before
-they are added, and each addition rounds again. Suppose that the partial sums have equal sizes and independent errors. Then each of
-the t partial sums adds e^2 / t to the variance. The running sum over k of them adds e^2 k / t, which is about e^2 t / 2 for all k
-together. The reference's own error adds e^2. Hence
+In float64 the bound is a constant. In a narrower dtype, rounding is measured. One process runs in that dtype (the reference), and
+again in the next wider dtype from the same rounded weights. A tensor's relative error between these runs is called e.
+
+A layout adds the same numbers in another order, so its rounding error is another random draw of the same size. Tensor parallelism
+also rounds the partial sums from t ranks, and each addition rounds again. Suppose that the partial sums have equal sizes and
+independent errors. Then the t partial sums add e^2 to the variance. The running sum over k of them adds e^2 k / t, which is about
+e^2 t / 2 for all k together. Hence
 
     variance of (layout - reference) <= e^2 (1 + t / 2) + e^2          bound = DRAWS e sqrt(2 + t / 2)
 
-A small tensor may have a small error by luck. So e is at least its root mean square over all tensors of the same kind in the step.
+where the last e^2 is the reference's own error. A small tensor may have a small error by luck. So e is at least its root mean
+square over all tensors of the same kind in the step.
 
-An optimizer moment averages the p-th power of gradients, and inherits their rounding errors. If an error is proportional to the
-gradient, which is nearly so in one token's backward, the power has p times the relative error. The reference's single draw may have
-its error in small elements, which a square hides. So a moment's e is at least p times the gradients' e in each step so far.
+An optimizer moment averages the p-th power of gradients, so its relative error may be p times the gradients'. So a moment's e is at
+least p times the gradients' e in each step so far.
 """
 
 import math
@@ -34,7 +34,7 @@ DRAWS = 3.0
 
 
 def noise_factor(tp: int) -> float:
-    """Largest error allowed, as a multiple of one process's measured rounding."""
+    """Return the largest allowed error, as a multiple of the measured rounding."""
     return DRAWS * math.sqrt(2 + tp / 2)
 
 
@@ -73,8 +73,7 @@ class Bounds:
     def loss(self, step: int) -> float:
         """Bound for a global batch's loss.
 
-        The error of a mean over tokens is at most the root mean square of the tokens' errors, and often far smaller by luck. So the
-        bound also covers the first step's token losses and this step's gradients, which come from the same forward.
+        A mean's error may be small by luck. So the bound also covers the first step's token losses and this step's gradients.
         """
         if self._evidence.noise is None:
             return self._only()
@@ -83,7 +82,7 @@ class Bounds:
         return self._factor * max(*scalars, tokens, self._all_gradients(step))
 
     def grad_norm(self, step: int) -> float:
-        """Bound for the gradient norm: | |g| - |g'| | <= |g - g'|."""
+        """Bound for the gradient norm, from | |g| - |g'| | <= |g - g'|."""
         if self._evidence.noise is None:
             return self._only()
         return self._factor * max(self._scalar(step, "grad_norm"), self._all_gradients(step))
@@ -110,7 +109,7 @@ class Bounds:
 
 
 def _at_least_the_mean(noise: Mapping[str, Deviation]) -> dict[str, float]:
-    """Compute each tensor's e: its relative error, or the root mean square over all if that is larger."""
+    """Compute each tensor's e, at least the root mean square of all relative errors."""
     errors = relative_errors(noise)
     mean = math.sqrt(sum(error**2 for error in errors.values()) / max(1, len(errors)))
     return {name: max(error, mean) for name, error in errors.items()}

@@ -1,13 +1,14 @@
-"""Describe a difference, and find the axis that causes it, if measurements name one.
+"""Describe a difference, and find the axis that causes it.
 
 These measurements can name an axis, in this order:
 
-    sub-layouts     the axis without which the difference vanishes, in runs with one axis collapsed to 1 rank
-    which ranks     if several axes remain: the axis that separates right ranks from wrong ranks
-    partial sums    if several remain, or no sub-layouts ran: the axis along which projections of the ranks' gradients add up to 1
-    factor          if no sub-layouts ran: the only axis whose size, or its inverse, is the factor between wrong and right values
+    sub-layouts     the axis without which the difference vanishes
+    which ranks     the axis that separates right ranks from wrong ranks
+    partial sums    the axis along which projections of the ranks' gradients add up to 1
+    factor          the only axis whose size, or its inverse, is the factor between wrong and right values
 
-The tables that list which gradients are summed over which axis are not read, because a bug may be in them.
+With sub-layouts, the second and third rows only choose between several axes from the first row. Without sub-layouts, only partial
+sums and the factor are used.
 """
 
 import math
@@ -32,7 +33,7 @@ def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequ
     """Find the axis that the measurements name, and describe them.
 
     Args:
-        differing: all differences within the first kind that differs.
+        differing: all differences in the first kind that differs.
         outcomes: sub-layout verdicts; empty: none were run.
     """
     parts = [_appearance(evidence, differing)]
@@ -47,7 +48,11 @@ def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequ
 
 
 def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str, tuple[int, ...]]:
-    """Find the axes that separate right ranks from wrong ranks; return the wrong ranks' coordinates on each such axis."""
+    """Find the axes that separate right ranks from wrong ranks.
+
+    Returns:
+        The wrong ranks' coordinates on each such axis.
+    """
     right_ranks: list[RankReport] = []
     wrong_ranks: list[RankReport] = []
     for rank in evidence.ranks:
@@ -65,7 +70,7 @@ def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str,
 
 
 def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviation | None:
-    """Add up this rank's deviations over the differing tensors; None: it holds no part of them."""
+    """Add up this rank's deviations over the differing tensors. None: the rank holds no part of them."""
     first, names = differing[0], {one.name for one in differing}
     if first.what == "output":
         found = [one.deviation for one in rank.sites if one.name == first.name]
@@ -81,7 +86,7 @@ def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviatio
 def _from_outcomes(
     evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict]
 ) -> str | None:
-    """Find the axis without which the difference vanishes; if there are several, the ranks' values decide."""
+    """Find the axis without which the difference vanishes. If there are several, the ranks' values decide."""
     vanished = {one.axis for one in outcomes if one.axis is not None and one.equal}
     is_gradient = differing[0].what == "gradient"
     summed = {axis for axis in AXES[:2] if is_gradient and are_partial_sums(evidence, differing, axis)}
@@ -126,7 +131,10 @@ def _from_ranks(evidence: Evidence, differing: Sequence[Difference]) -> str | No
 
 
 def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
-    """Return tp or pp if ranks whose coordinates differ only there read different samples; else dp, if it has several ranks."""
+    """Return the axis to blame for wrong samples, tp, pp or dp.
+
+    tp or pp is to blame if ranks that differ only there read different samples. Otherwise dp is, if it has several ranks.
+    """
     for axis in AXES[:2]:
         for ranks in _along(evidence, axis):
             if len({rank.samples[step] for rank in ranks}) > 1:
@@ -135,7 +143,7 @@ def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
 
 
 def common_factor(differing: Sequence[Difference]) -> float | None:
-    """Return the factor between right and wrong values if all differences share it; None otherwise."""
+    """Return the factor between right and wrong values if all differences share it."""
     factors = [one.factor for one in differing]
     first = factors[0]
     if first is None or any(one is None or not math.isclose(one, first, rel_tol=1e-3) for one in factors):
@@ -144,11 +152,10 @@ def common_factor(differing: Sequence[Difference]) -> float | None:
 
 
 def are_partial_sums(evidence: Evidence, differing: Sequence[Difference], axis: str) -> bool:
-    """Whether the ranks' gradients along an axis add up to the right ones, and none is a multiple of them.
+    """Whether the ranks' gradients along an axis add up to the right ones.
 
     Rank i's gradient g_i is measured by its projection <w, g_i> / <w, w> on the wanted gradient w. If g_0 + g_1 + ... = w, the
-    projections add up to 1. Parts of a tensor that is cut along the axis could also add up to 1 by chance, if each projection were
-    1 / size. But such parts are multiples of the right gradient, and these are excluded.
+    projections add up to 1. Multiples of the right gradient are excluded, since their projections could add up to 1 by chance.
     """
     first = differing[0]
     close = max(1e-6, min(first.bound, LOOSEST_SUM))
@@ -278,7 +285,7 @@ def _of_forward(evidence: Evidence, first: Difference) -> str:
 
 
 def _begins_a_stage(evidence: Evidence, site: str) -> bool:
-    """Whether a site is in the first layer of a stage, other than the first stage."""
+    """Whether a site is in the first layer of a later stage than the first."""
     stages = {".".join(facts.name.split(".")[:2]): facts.stage for facts in evidence.parameters}
     layer = ".".join(site.split(".")[:2])
     return any(after == layer and stages[before] != stages[after] for before, after in pairwise(stages))
@@ -328,7 +335,7 @@ def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
 
 
 def _of_same_kind(evidence: Evidence, differing: Sequence[Difference]) -> Mapping[str, Deviation]:
-    """All tensors of the difference's kind and step; gradients exist for trained parameters only."""
+    """Return all tensors of the differences' kind and step."""
     return evidence.tensors.get((differing[0].step, differing[0].what), {})
 
 

@@ -1,4 +1,4 @@
-"""Measure the distance between two tensors, by sums that can be added over the parts that ranks hold."""
+"""Measure the distance between two tensors, by sums that add up over ranks."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Sums over the elements of a tensor `got` and over the elements of `wanted` in the same places.
+    """Sums over the elements of a tensor `got` and of the tensor `wanted`.
 
     Attributes:
         numel: number of elements.
@@ -31,7 +31,7 @@ class Deviation:
         )
 
     def shared(self, copies: int) -> "Deviation":
-        """Divide the sums by the number of copies, so that adding up all copies gives their mean."""
+        """Divide the sums by the number of copies. Adding up all copies then gives their mean."""
         squares = (self.wanted_square, self.got_square, self.product, self.error_square)
         return Deviation(self.numel, *(square / copies for square in squares))
 
@@ -50,12 +50,12 @@ class Deviation:
 
     @property
     def factor(self) -> float | None:
-        """The f for which f x wanted is nearest to `got`; 2 means that something was added twice. None: `wanted` is zero."""
+        """The f for which f x wanted is nearest to `got`. None: `wanted` is zero."""
         return self.product / self.wanted_square if self.wanted_square else None
 
     @property
     def is_multiple(self) -> bool:
-        """Whether `got` is `factor` x wanted and nothing else, to one part in 10^4."""
+        """Whether `got` is `factor` x wanted, to one part in 10^4."""
         if self.factor is None or not math.isfinite(self.error_square):
             return False
         beside = max(0.0, self.got_square - self.factor * self.product)

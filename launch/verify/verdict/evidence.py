@@ -30,8 +30,8 @@ class Difference:
         step: step, from 0.
         what: tensor kind, `samples`, `routing`, `output`, `loss` or `gradient norm`.
         name: parameter, site or sample; empty for scalars.
-        wanted, got: norms of the tensor, or the scalars themselves. For a sample: how often it is read. For a routing: number of
-            all expert choices, and number of those that the reference made too.
+        wanted, got: norms of the tensor, or the scalars themselves. For a sample: how often it is read. For a routing: how many
+            expert choices there are, and how many of them the reference made too.
         error: norm of the difference, relative to `wanted` or to the tensor's share of all tensors.
         factor: f if `got` is f x wanted in every element; None otherwise.
         bound: largest error that rounding explains.
@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """An axis that measurements name (None: they name none), and a description of the measurements."""
+    """An axis that measurements name, and a description of the measurements. `axis` is None if the measurements name none."""
 
     axis: str | None
     text: str
@@ -57,12 +57,12 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class SublayoutVerdict:
-    """The verdict on a sub-layout: the same run without one axis or feature.
+    """The verdict on a sub-layout, the same run without one axis or feature.
 
     Attributes:
         change: change to the run, such as `tp=1`.
-        axis: removed axis; None: a feature was removed instead.
-        equal: whether the sub-layout equals the reference; None: the run failed.
+        axis: removed axis; None: a feature was removed.
+        equal: whether the results equal the reference's; None: the run failed.
     """
 
     change: str
@@ -78,11 +78,11 @@ class Evidence:
         parameters: the layout's treatment of each parameter, in forward order.
         reference: the one process's steps.
         ranks: the layout's reports.
-        samples: samples that the one process read, by step; empty: the reference has not written them.
+        samples: samples that the one process read, by step; may be empty.
         noise: report from one process in a wider dtype, which measures rounding; None: the bound is a constant.
-        routings: the one process's expert choices; empty: the reference has not written them.
-        are_whole: True if each rank reports whole gradients, so that dp ranks may hold parts of a sum; False if each rank reports
-            the parts that it owns, as our ranks do.
+        routings: the one process's expert choices; may be empty.
+        are_whole: True: ranks report whole gradients, so that dp ranks may hold parts of a sum. False: each rank reports the parts
+            that it owns, as ours do.
     """
 
     sizes: ParallelSizes
@@ -97,17 +97,17 @@ class Evidence:
 
     @cached_property
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """Deviation of each tensor by (step, kind), then by name in forward order; the ranks' parts are added up."""
+        """Deviation of each tensor by (step, kind), then by name in forward order. The ranks' parts are added up."""
         return self._tensors(self.ranks)
 
     def kinds(self, step: int) -> list[TensorKind]:
-        """List the kinds that a step produces, in order; moments have their optimizer's names."""
+        """List the kinds of tensors that a step produces, in order."""
         moments = [kind for at, kind in self.tensors if at == step and kind not in NOT_MOMENTS]
         return [*NOT_MOMENTS[1:3], *moments, *NOT_MOMENTS[3:]]
 
     @cached_property
     def sites(self) -> dict[str, Deviation]:
-        """Deviation of each module's output in the first forward, by site in model order; the ranks' parts are added up."""
+        """Deviation of each output in the first forward, by site in model order. The ranks' parts are added up."""
         return _sites(self.ranks)
 
     @cached_property
@@ -143,14 +143,14 @@ def _sites(ranks: tuple[RankReport, ...]) -> dict[str, Deviation]:
 
 
 def relative_errors(tensors: Mapping[str, Deviation]) -> dict[str, float]:
-    """Divide each error by its tensor's norm, or by the root mean square of all norms if that is larger.
+    """Divide each tensor's error by a scale.
 
-    A gradient that is zero in theory is rounding in practice, and its own norm would be too small a scale.
+    The scale is the tensor's norm, or the root mean square of all norms if that is larger.
     """
     share = math.sqrt(sum(one.wanted_square for one in tensors.values()) / max(1, len(tensors)))
     return {name: relative(one.error, max(one.wanted_norm, share)) for name, one in tensors.items()}
 
 
 def relative(error: float, scale: float) -> float:
-    """Compute `error` / `scale`; if the scale is 0, the result is 0 without an error and infinity with one."""
+    """Compute `error` / `scale`. If both are 0, the result is 0. If only the scale is 0, the result is infinity."""
     return error / scale if scale else (0.0 if error == 0 else math.inf)

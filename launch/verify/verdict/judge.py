@@ -1,7 +1,7 @@
-"""Judge the ranks' reports: equal, or the first difference and its place.
+"""Judge the ranks' reports, and find the first difference.
 
 The search follows the order of a step: samples, weights at the start, outputs and expert choices along the model, loss, gradients,
-gradient norm, masters and moments, parameters for the next forward. Later differences follow from earlier ones.
+gradient norm, masters and moments, parameters for the next forward.
 """
 
 import math
@@ -20,11 +20,11 @@ __all__ = ["TOLERANCES", "Cause", "Difference", "Evidence", "Verdict", "judge"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a layout, which equals its reference if `differences` is empty.
+    """The verdict on a layout. The layout equals its reference if `differences` is empty.
 
     Attributes:
-        largest: largest relative error, and the name of the tensor or value that has it, by kind.
-        differences: all differences within the first kind that differs, in order.
+        largest: (largest relative error, name of the tensor that has it) by kind.
+        differences: all differences in the first kind that differs, in order.
         reference: the one process's steps.
         of_bound: largest error as a fraction of its bound; at most 1 if equal.
     """
@@ -41,7 +41,7 @@ class Verdict:
 
 
 def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
-    """Compare the ranks' reports with the reference; find the first kind of value that differs, and the likely cause.
+    """Compare the ranks' reports with the reference, and find the likely cause of a difference.
 
     Args:
         tolerance: bound for every error, if the evidence has no measured noise.
@@ -106,7 +106,7 @@ def _of(step: int, what: str, tensors: Mapping[str, Deviation], bounds: Mapping[
 def _routing(evidence: Evidence, step: int) -> Iterator[Difference]:
     """Compare expert choices layer by layer.
 
-    In a narrow dtype, choices that differ from the reference's are counted but allowed, since rounding can explain any number.
+    In a narrow dtype, differing choices are allowed, since rounding can explain any number.
     """
     found: dict[int, RoutingReport] = {}
     for rank in evidence.ranks:
@@ -129,7 +129,10 @@ def _routing(evidence: Evidence, step: int) -> Iterator[Difference]:
 
 
 def _first_wrong_routing(outputs: Sequence[Difference], routing: Sequence[Difference]) -> int:
-    """Index of the output of the first layer whose choices differ; `len(outputs)` if none do."""
+    """Return the index in `outputs` of the first layer whose choices differ.
+
+    The result is `len(outputs)` if no choices differ.
+    """
     wrong = next((one.name for one in routing if not one.error <= one.bound), None)
     return next((place for place, one in enumerate(outputs) if one.name == wrong), len(outputs))
 
@@ -142,7 +145,7 @@ def _scalars(
     value: Callable[[StepFacts], float],
     bound: float,
 ) -> list[Difference]:
-    """Compare a scalar with the reference's; return the difference on the rank where it is largest."""
+    """Compare a scalar with the reference's on each rank, and return the largest difference."""
     expected = value(wanted)
     worst = max((value(facts) for facts in got), key=lambda number: _distance(number, expected))
     factor = worst / expected if expected else None
@@ -151,7 +154,7 @@ def _scalars(
 
 
 def _distance(number: float, expected: float) -> float:
-    """Distance between two scalars; infinity if `number` is not finite."""
+    """Distance between two scalars, infinite if `number` is not finite."""
     return abs(number - expected) if math.isfinite(number) else math.inf
 
 
@@ -159,7 +162,7 @@ OTHER_CONTENTS = "other tokens, labels, mask, positions or documents"
 
 
 def _samples(evidence: Evidence, step: int) -> Iterator[Difference]:
-    """For each dp group, compare how often its ranks read each sample of the step with how often the reference does."""
+    """Compare how often each dp group and the reference read each sample of the step."""
     if not evidence.samples:
         return
     wanted = Counter(evidence.samples[step])

@@ -1,7 +1,6 @@
-"""Define the report that each rank of a verification writes, as JSON between processes.
+"""Define the report that each rank of a verification writes, as JSON.
 
-The reference (one process) writes whole tensors. Each rank of the layout compares its own parts with them and reports sums. No
-rank holds another rank's tensors, so the layout may be as large as the machine allows.
+The reference (one process) writes whole tensors. Each rank of the layout compares its own parts with them and reports sums.
 """
 
 import json
@@ -34,7 +33,13 @@ Sample = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Values that all ranks agree on after a step: loss per token in nats, gradient norm before clipping, counted tokens."""
+    """Values that all ranks agree on after a step.
+
+    Attributes:
+        loss: loss per token, in nats.
+        grad_norm: gradient norm before clipping.
+        num_tokens: number of counted tokens.
+    """
 
     loss: float
     grad_norm: float
@@ -43,7 +48,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """One tensor in one step on one rank; `deviation` is the sum over the parts that the rank holds."""
+    """One tensor in one step on one rank. `deviation` is the sum over the parts that the rank holds."""
 
     step: int
     kind: TensorKind
@@ -53,7 +58,7 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class SiteReport:
-    """The output of one site in the model during the first step's forward, on one rank.
+    """The output of one site during the first step's forward, on one rank.
 
     Attributes:
         order: position along the model.
@@ -70,9 +75,9 @@ class RoutingReport:
     """The expert choices in one layer and one step, on one rank (`launch/verify/routing.py`).
 
     Attributes:
-        num_choices: choices made by all tokens routed here, k each.
+        num_choices: choices of all tokens that are routed here, k each.
         num_flipped: choices that the reference did not make for the same token.
-        digest: hash sum over tokens and experts, an int64 that adds up over ranks modulo 2^64.
+        digest: sum of hashes over tokens and experts, an int64. Ranks' digests add up modulo 2^64.
     """
 
     step: int
@@ -98,7 +103,7 @@ class RankReport:
 
     Attributes:
         coordinates: the rank's place on the axes pp, dp, cp and tp.
-        experts: the same rank's place on edp, ep and etp.
+        experts: the rank's place on edp, ep and etp.
         samples: samples by step, in reading order.
         routings: reports for the rank's expert layers.
     """
@@ -113,7 +118,7 @@ class RankReport:
     routings: tuple[RoutingReport, ...] = ()
 
     def place(self, axis: str) -> dict[str, int]:
-        """The set of coordinates that includes `axis`: `coordinates` itself, or `experts` together with the pp index."""
+        """The coordinates that include `axis`. They are `coordinates` itself, or `experts` together with the pp index."""
         if axis in self.coordinates:
             return self.coordinates
         return {"pp": self.coordinates["pp"], **self.experts}
@@ -149,11 +154,11 @@ class ParameterFacts:
     """One parameter in a layout.
 
     Attributes:
-        replicas: axis over which other ranks hold the same values; None: there is none, or it is unknown.
-        sum_over: axis over which its gradients are summed besides the data-parallel sum; None: there is none, or it is unknown.
+        replicas: axis over which other ranks hold the same values; None: no such axis is known.
+        sum_over: axis over which gradients are summed besides the data-parallel sum; None: no such axis is known.
         decay: whether weight decay applies.
-        tied_ends: whether it is on the first and the last stage (the tied embedding).
-        stage: index of the first stage that has it.
+        tied_ends: whether the parameter is on the first and the last stage, as the tied embedding is.
+        stage: index of the first stage that has the parameter.
     """
 
     name: str
@@ -165,5 +170,5 @@ class ParameterFacts:
 
 
 def together(deviations: Iterable[Deviation]) -> Deviation:
-    """Add up the deviations of a tensor's parts; a replicated part counts once for each rank that holds it."""
+    """Add up the deviations of a tensor's parts. A replicated part counts once for each rank that holds it."""
     return sum(deviations, NOTHING)

@@ -1,12 +1,11 @@
-"""Map RoPE, window and layer-kind keys in a Hugging Face config.json to our attention fields, and back.
+"""Map the attention keys of a Hugging Face config.json to our fields, and back.
 
 Their keys are on the left, our fields on the right:
 
 rope_theta, rope_scaling | rope_parameters       <->  rope_base, rope_scaling, rotary_share: for all layers, or by layer kind
 sliding_window, layer_types, no_rope_layers ..   <->  window and position, or layers and layer_kinds
 
-A family's keys are data (`family.py`). With a window, the query at position q sees the keys at positions above q - sliding_window
-and up to q, in transformers and here.
+A family's keys are data (`family.py`). With a window, a query at position q sees the sliding_window keys up to q.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,10 @@ OLD_TYPES = {"su": "longrope"}
 
 
 def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
-    """Add attention fields to `model`, which already has `num_layers`. Return problems; if there are any, `model` is unchanged."""
+    """Add attention fields to `model`, which already has `num_layers`.
+
+    Returns problems. If there are any, `model` is unchanged.
+    """
     rope = family.rope
     if rope is None:
         return []
@@ -65,7 +67,7 @@ def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
 
 
 def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str]]:
-    """Read `rope_base`, `rope_scaling` and `rotary_share` for each layer type; return them by type, and problems."""
+    """Read `rope_base`, `rope_scaling` and `rotary_share` for each layer type. Returns them by type, and problems."""
     ropes: dict[str, Fields] = {}
     problems = [
         f"{name} = {shown(keys[name])}: must be a mapping; how the model's heads rotate would be a guess."
@@ -100,7 +102,7 @@ def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str
 
 
 def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str, Keys]]:
-    """Yield (place, content) for each mapping in the file with RoPE settings for the layer type `kind` ("": all layers).
+    """Yield the place and content of each mapping with RoPE settings for layer type `kind`.
 
     `has_scaling`: the file's `rope_scaling` applies to this type.
     """
@@ -119,7 +121,7 @@ def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str,
 def _agreed(
     keys: Keys, sources: Mapping[str, Keys], names: Names, inner: str, default: float
 ) -> tuple[Any, Iterator[str]]:
-    """Read one setting, which the file may give as a top-level key in `names` and as the key `inner` in RoPE mappings.
+    """Read one setting that the file may give in several places.
 
     Returns:
         The first value given, or `default`; and a problem for each place with another value.
@@ -138,7 +140,10 @@ def _agreed(
 
 
 def _scaling(source: Keys, keys: Keys, rope: RopeKeys) -> Fields:
-    """Build our scaling fields from the RoPE mapping `source` and the top-level `keys`, as transformers' modeling_rope_utils.py."""
+    """Build our scaling fields from RoPE mapping `source` and top-level `keys`.
+
+    Source: transformers' modeling_rope_utils.py.
+    """
     of_type = source.get("rope_type", source.get("type", "default"))
     scaling = {"type": OLD_TYPES.get(of_type, of_type) if isinstance(of_type, str) else of_type}
     for name, value in source.items():
@@ -158,7 +163,7 @@ def _scaling(source: Keys, keys: Keys, rope: RopeKeys) -> Fields:
 
 
 def _read_types(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[int | None, list[str], list[str]]:
-    """Read the window and the layer types; return the window's length, FULL or SLIDING for each layer, and problems."""
+    """Read the window and the layer types. Returns the window's length, FULL or SLIDING for each layer, and problems."""
     window = keys.get("sliding_window", layers.default_window)
     types = keys.get("layer_types") if layers.windows == "some" else None
     if unknown := sorted(set(types or ()) - {FULL, SLIDING}):
@@ -177,7 +182,7 @@ def _read_types(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[int | N
 
 
 def _has_window(keys: Keys, layers: LayerKeys, layer: int) -> bool:
-    """Whether a layer has a window by the family's rule, which applies if the file has no `layer_types`."""
+    """Whether a layer has a window by the family's rule. The rule applies if the file has no `layer_types`."""
     if layers.first is not None:
         return bool(layer >= keys.get(*layers.first))
     if layers.period is not None:
@@ -188,7 +193,7 @@ def _has_window(keys: Keys, layers: LayerKeys, layer: int) -> bool:
 
 
 def _read_rotates(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[list[bool], list[str]]:
-    """Read which layers rotate queries and keys; return a flag for each layer, and problems."""
+    """Read which layers rotate queries and keys. Returns a flag for each layer, and problems."""
     if layers.no_rope is None:
         return [True] * num_layers, []
     key = layers.no_rope[0]
@@ -205,7 +210,7 @@ def _rotates(keys: Keys, no_rope: tuple[str, str, int], layer: int) -> bool:
 
 
 def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield a phrase for each attention feature of the model that the family's layers cannot have."""
+    """Yield a phrase for each of the model's attention features that the family lacks."""
     if family.rope is None:
         return
     by_type = len(family.rope.bases) > 1
@@ -233,7 +238,10 @@ def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    """Yield (key, value) for the keys that set the layers' RoPE and windows; window keys are written even if there is no window."""
+    """Yield the keys that set the layers' RoPE and windows, with their values.
+
+    Window keys are written even if there is no window.
+    """
     if family.rope is None:
         return
     yield from _rope_keys(model, family.rope)
@@ -257,7 +265,7 @@ def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, ob
 
 
 def _rope_keys(model: ModelConfig, rope: RopeKeys) -> Iterator[tuple[str, object]]:
-    """Yield RoPE keys in the form used before transformers 5, which transformers 5 still reads.
+    """Yield RoPE keys in the form used before transformers 5.
 
     If the family's layer types have separate settings, the new form, `rope_parameters`, follows.
     """
@@ -308,7 +316,7 @@ def _longrope(rotary: Rotary) -> RopeScaling | None:
 
 
 def _longest(scaling: RopeScaling, model: ModelConfig) -> int | None:
-    """Compute the maximum length in tokens: `factor` times the original length.
+    """Compute the maximum length in tokens, `factor` times the original length.
 
     The result is None if that is not an integer, or is shorter than the model's samples.
     """

@@ -4,8 +4,7 @@
       <->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}
 
 Each family is a record (`families.py`): a table from its keys to our fields, plus values that the family fixes and its files
-omit. A key for an unsupported feature is refused unless its value switches the feature off. An unknown key is refused too, because
-it is cheaper to delete a line than to train another model without noticing.
+omit. A key for an unsupported feature is refused unless its value switches the feature off. An unknown key is refused too.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -144,7 +143,7 @@ QUANTIZATION = "quantization_config"
 
 
 def fp8_block(quantization: object) -> tuple[int, int] | None:
-    """Read the numbers of rows and columns in an FP8 block with one scale; None if weights are not quantized in this way."""
+    """Read how many rows and columns share one FP8 scale, or None."""
     if not isinstance(quantization, Mapping):
         return None
     block = quantization.get("weight_block_size")
@@ -180,7 +179,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
 def from_hugging_face(
     keys: Keys, seq_length: int | None = None, source: str = "config.json", ignore: Collection[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Convert a Hugging Face config to config sections: `model`, and `kernels` if the model needs a setting there.
+    """Convert a Hugging Face config to config sections.
+
+    The sections are `model`, and `kernels` if the model needs a setting there.
 
     Args:
         keys: content of config.json.
@@ -190,7 +191,7 @@ def from_hugging_face(
 
     Raises:
         ConfigError: the family is unknown; keys are missing, unknown or switch on unsupported features; or an ignored key is
-            absent or has a known effect. All problems are listed.
+            absent or has a known effect.
     """
     keys = text_keys(keys)
     family = FAMILIES.get(str(keys.get("model_type")))
@@ -241,7 +242,7 @@ def from_hugging_face(
 
 
 def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str]:
-    """Yield a problem for each key of `family.derived` whose value in the file is not the one that follows from the model."""
+    """Yield a problem for each derived key whose value does not follow from the model."""
     for key, derived in family.derived.items():
         given, wanted = keys.get(key), derived.value(model)
         if given != wanted and not (given is None and derived.may_lack):
@@ -249,7 +250,7 @@ def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str
 
 
 def text_keys(keys: Keys) -> Keys:
-    """Return the language model's keys: those in `text_config`, plus the OF_BOTH keys outside it; all keys if it is absent."""
+    """Return the language model's keys in a multi-part config, or all keys."""
     text = keys.get("text_config")
     if not isinstance(text, Mapping):
         return keys
@@ -257,7 +258,7 @@ def text_keys(keys: Keys) -> Keys:
 
 
 def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
-    """Add to `model` the fields that are computed from a key or from another field; yield problems."""
+    """Add to `model` the fields that are computed from a key or another field. Yields problems."""
     if family.scale is not None:
         given = keys.get(family.scale.key, family.scale.default)
         if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
@@ -270,7 +271,7 @@ def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterat
 
 
 def _read_mtp(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
-    """Add `mtp` to `model` if the file has multi-token prediction layers and they are supported for the family; yield problems."""
+    """Add `mtp` to `model` if the family supports the file's multi-token prediction layers. Yields problems."""
     given = {key: keys[key] for key in family.further if keys.get(key) is not None and family.naming.ahead}
     number = next(iter(given.values()), 0)
     if any(other != number for other in given.values()):
@@ -316,12 +317,12 @@ def _not_to_ignore(keys: Keys, family: Family, ignore: Collection[str]) -> Itera
 
 
 def _has_no_effect(key: str) -> bool:
-    """Whether no layer reads the key; this includes keys that start with `_`, which transformers uses for its own notes."""
+    """Whether no layer reads the key. Keys that start with `_` are transformers' own notes."""
     return key in WITHOUT_EFFECT or key in OF_GENERATION or key.startswith("_") or is_note(key)
 
 
 def passed_over(keys: Keys) -> list[str]:
-    """List, sorted, the file's keys for text generation and bookkeeping, which do not change the model."""
+    """List, sorted, the file's keys that do not change the model."""
     return sorted(
         key
         for key in keys
@@ -330,7 +331,7 @@ def passed_over(keys: Keys) -> list[str]:
 
 
 def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
-    """Build notes on what was not read: other parts of a multi-part model, keys without effect, and keys that `--ignore` named."""
+    """Build notes on what was not read, such as parts that are no language model."""
     found, notes = passed_over(text_keys(keys)), []
     if "text_config" in keys:
         others = sorted(key for key, value in keys.items() if isinstance(value, Mapping) and key != "text_config")
@@ -364,10 +365,12 @@ def _too_long(model: Keys, seq_length: int) -> Iterator[str]:
 
 
 def family_of(model: ModelConfig, wanted: str | None = None) -> str:
-    """Find a transformers `model_type` that can express the model: `wanted`, or the first match in `FAMILIES`.
+    """Find a transformers `model_type` that can express the model.
+
+    Returns `wanted`, or the first match in `FAMILIES` if `wanted` is None.
 
     Raises:
-        ConfigError: `wanted` differs from the model, or all families do if `wanted` is None; the error lists the differences.
+        ConfigError: the model differs from `wanted`, or from all families. The error lists the differences.
     """
     differences = {name: list(_differences(model, name)) for name in (FAMILIES if wanted is None else [wanted])}
     for name, found in differences.items():
@@ -382,7 +385,9 @@ def family_of(model: ModelConfig, wanted: str | None = None) -> str:
 def to_hugging_face(
     model: ModelConfig, family: str, *, dtype: str, special_ids: Keys | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Build the config.json content for a model, and notes on training settings that the family has no key for.
+    """Build the config.json content for a model.
+
+    Also returns notes on training settings that the family has no key for.
 
     Args:
         family: family from `family_of`.
@@ -420,7 +425,7 @@ def to_hugging_face(
 
 
 def _attention_scale(model: ModelConfig) -> float:
-    """Factor that multiplies attention logits: `model.attention_scale`, or 1 / sqrt(head size) if it is None."""
+    """Factor that multiplies attention logits, by default 1 / sqrt(head size)."""
     return model.attention_scale if model.attention_scale is not None else model.head_size**-0.5
 
 

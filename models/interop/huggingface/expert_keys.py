@@ -1,10 +1,10 @@
-"""Map expert-layer keys in a Hugging Face config.json to `model.moe` and `model.layers`, and back.
+"""Map the expert keys of a Hugging Face config.json to our fields, and back.
 
 num_experts, num_experts_per_tok, norm_topk_prob ..                          <->  model.moe
 first_k_dense_replace | decoder_sparse_step, mlp_only_layers                 <->  model.layers: [dense*3, moe*58]
 
-A family's keys are data (`family.py`). Terms that transformers adds to its own training loss are left out: they average over one
-microbatch's tokens and so depend on the layout. The terms in `model.moe.balance` do not depend on it.
+A family's keys are data (`family.py`). The loss terms that transformers adds in training are left out, because they average over
+one microbatch's tokens and so depend on the layout.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ NO_PART_OF_A_MODEL = frozenset({"balance", "choice_bias", "row_headroom"})
 
 
 def read_experts(keys: Keys, family: Family, model: Fields) -> list[str]:
-    """Add `moe` and `layers` to `model`, which has `num_layers`; return problems. If there are any, `model` is unchanged."""
+    """Add `moe` and `layers` to `model`, which has `num_layers`. Returns problems. If there are any, `model` is unchanged."""
     experts = family.experts
     if experts is None:
         return []
@@ -49,7 +49,7 @@ def read_experts(keys: Keys, family: Family, model: Fields) -> list[str]:
 
 
 def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str], list[str]]:
-    """Read which layers have experts; return DENSE or MOE for each layer, and problems."""
+    """Read which layers have experts. Returns DENSE or MOE for each layer, and problems."""
     first, step = (keys.get(key, default) if key else default for key, default in (experts.first, experts.step))
     listed = keys.get(experts.listed) or []
     problems = [
@@ -68,7 +68,7 @@ def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str],
 
 
 def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
-    """Build the `model.moe` section; return it, and problems."""
+    """Build the `model.moe` section, and list problems."""
     moe: Fields = dict(experts.fixed) | ({"choice_bias": True} if experts.has_bias else {})
     problems = []
     for names, (field, default) in experts.names.items():
@@ -96,7 +96,7 @@ def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
 
 
 def expert_notes(keys: Keys, family: Family) -> Iterator[str]:
-    """Yield a note if transformers would add an expert load-balancing loss, which is not imported."""
+    """Yield a note if transformers would add a load-balancing loss, which is not imported."""
     given = [f"{key} = {keys[key]}" for key in IN_TRAINING if keys.get(key)]
     if family.experts is not None and given:
         yield (
@@ -105,7 +105,7 @@ def expert_notes(keys: Keys, family: Family) -> Iterator[str]:
 
 
 def expert_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    """Yield (key, value) for the keys that describe the model's experts and say which layers have them."""
+    """Yield the keys that describe the experts and their layers, with their values."""
     experts = family.experts
     if experts is None:
         return
@@ -126,7 +126,7 @@ def expert_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, objec
 
 
 def expert_differences(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield a phrase for each expert feature of the model that the family's models cannot have."""
+    """Yield a phrase for each of the model's expert features that the family lacks."""
     experts, moe = family.experts, model.moe
     if experts is None:
         return

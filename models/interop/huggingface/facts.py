@@ -2,13 +2,12 @@
 
 The columns give an example, what such a key says, and when it is accepted:
 
-    max_sequence_length = 2048     another name for a value in the file              agrees if the values are equal
-    lm_head_bias = false           whether a layer has a bias                        agrees if that is true of the model
-    interpolate_factor = 1         a factor, a dropout, a period of layers           agrees if it has no effect: 1, 0, 1
-    internal_version = 7b-v2.33    a note on the file                                always: no layer reads it
+    max_sequence_length = 2048     another name for a value in the file              if the values are equal
+    lm_head_bias = false           whether a layer has a bias                        if that is true of the model
+    interpolate_factor = 1         a factor, a dropout, a period of layers           if it has no effect: 1, 0, 1
+    internal_version = 7b-v2.33    a note on the file                                always, since no layer reads it
 
-Published files hold so many such keys that no list could be complete. A key is classified by its last word, and its value is
-compared with the model. All other keys are refused.
+A key is classified by its last word. All other keys are refused.
 """
 
 from collections.abc import Mapping
@@ -32,16 +31,14 @@ _TOOLS = ("unsloth",)
 
 
 def is_note(key: str) -> bool:
-    """Whether no layer can read the key: a version, a tool's own key, or not a Python identifier (`transformers.js_config`)."""
+    """Whether no layer can read the key, as with a version or a tool's key."""
     return not key.isidentifier() or key.split("_")[-1] == "version" or key.split("_")[0] in _TOOLS
 
 
 def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
-    """Whether an unknown key only repeats what the model is, so that it can be accepted.
+    """Whether an unknown key only repeats what the model is.
 
     Args:
-        key: config.json key.
-        value: its value.
         model: our `model` section as read so far.
     """
     part, _, last = key.rpartition("_")
@@ -60,7 +57,7 @@ def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
 def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
     """List other values that also agree with the known value of a field.
 
-    With linear RoPE scaling, that is the sample length x the scaling factor; in all other cases the list is empty.
+    With linear RoPE scaling, the sample length x the scaling factor agrees too.
     """
     scaling = model.get("rope_scaling")
     is_before = name == "model.seq_length" and isinstance(scaling, Mapping) and scaling.get("type") == "linear"
@@ -68,7 +65,7 @@ def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
 
 
 def _has_bias(part: str, bias: str) -> bool | None:
-    """Whether a part (`attention`, `mlp`, `lm_head`) has biases, given our `model.bias`; None if unclear."""
+    """Whether a part, such as `attention`, has biases, or None if unclear."""
     if "head" in part or bias != "qkv":
         return bias == "all" and "head" not in part
     return True if any(word in part for word in ("att", "qkv", "q_proj", "k_proj", "v_proj")) else None

@@ -1,9 +1,8 @@
 """Describe each supported Hugging Face model family in a record.
 
-No function in this package mentions a family by name: differences between families are data, kept here.
+No function in this package mentions a family by name.
 
-Sources: configuration and modeling files in transformers 5 (`configuration_gpt2.py`, ...) for keys, their defaults and tensor
-names; published model files for keys that older releases wrote.
+Sources: transformers 5 (`configuration_gpt2.py`, `modeling_gpt2.py`, ..), and published files for keys of older releases.
 """
 
 import math
@@ -76,7 +75,10 @@ def _llama_like(
     without: Names = (),
     **others: Any,
 ) -> Family:
-    """Build a family with Llama's keys and values, except the keys in `without`; other arguments add to these or replace some."""
+    """Build a family with Llama's keys and values, except the keys in `without`.
+
+    The other arguments add to Llama's or replace some.
+    """
 
     def kept(table: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in table.items() if key not in without}
@@ -93,7 +95,7 @@ def _llama_like(
 
 
 def _scalar(scale: float) -> float | None:
-    """Find the integer whose inverse square root is `scale`, the attention scale; None if there is none."""
+    """Find the integer whose inverse square root is the attention scale `scale`, or None."""
     scalar = round(scale**-2)
     return scalar if scalar and scalar**-0.5 == scale else None
 
@@ -125,7 +127,7 @@ def _expert_keys(
     names: Mapping[str, tuple[str, object]] | None = None,
     **others: Any,
 ) -> ExpertKeys:
-    """Build expert keys, starting from those for the number and width of experts.
+    """Build expert keys.
 
     Args:
         num_experts: spellings of the key for the number of experts.
@@ -143,7 +145,7 @@ def _expert_keys(
 
 
 def _deepseek(architecture: str, naming: Naming, experts: ExpertKeys, off: Mapping[str, Any], **others: Any) -> Family:
-    """Build a family with latent attention, and with experts after some dense layers."""
+    """Build a family with latent attention, and experts after some dense layers."""
     absent = ("num_key_value_heads", "head_dim")
     return Family(
         architecture,
@@ -189,7 +191,7 @@ def _deepseek(architecture: str, naming: Naming, experts: ExpertKeys, off: Mappi
 def _deepseek_experts(
     groups: tuple[int | None, int | None], sizes: tuple[int, int | None, int, int], scaling: float, **others: Any
 ) -> ExpertKeys:
-    """Build DeepSeek's expert keys, whose names are the same in every version, and whose defaults are not.
+    """Build DeepSeek's expert keys, whose defaults differ between versions.
 
     Args:
         groups: default number of expert groups, and default number of groups from which a token may choose.

@@ -1,6 +1,6 @@
-"""Define the records that describe a Hugging Face model family: its config.json keys and tensor names.
+"""Define the records that describe a Hugging Face model family.
 
-The families themselves are in `families.py`.
+They hold config.json keys and tensor names. The families themselves are in `families.py`.
 """
 
 import re
@@ -35,11 +35,11 @@ class Naming:
         base_prefix: prefix of their names that is missing in files saved from a model without its head.
         transposed: whether their linear layers are stored as [in, out].
         interleaved: their names in `layer` of tensors whose heads end with RoPE's pairs as neighbouring rows, (2 i, 2 i + 1).
-        by_head: their names in `layer` of tensors with rows [heads, (query, key, value), d]; in all others, all queries come first.
-        experts: tensors of one expert in a layer, with {} for its number; names without {} hold all experts, [E, out, in].
+        by_head: their names in `layer` of tensors with rows [heads, (query, key, value), d]. In all others, all queries come first.
+        experts: names of one expert's tensors in a layer, with {} for its number; names without {} hold all experts, [E, out, in].
         ahead: extra tensors in a multi-token prediction layer, besides those in `layer`; empty if the family has no such layers.
         copies: our tensors that a multi-token prediction layer duplicates, and the copies' names.
-        fused: naming for files that have all experts of a layer in one tensor, as in transformers 5; None: there are no such files.
+        fused: naming for files with one tensor for all experts of a layer (transformers 5); None: there are no such files.
         buffers: tensors in old files that are constants, not weights.
     """
 
@@ -63,10 +63,10 @@ class RopeKeys:
     """A family's config.json keys for RoPE.
 
     Attributes:
-        bases: layer type ("" if all layers are alike) -> (top-level keys for RoPE's base, default base). An export writes the
-            first key. A top-level `rope_scaling` applies to the first type.
+        bases: layer type ("": all layers) -> (top-level keys for RoPE's base, default base). An export writes the first key. A
+            top-level `rope_scaling` applies to the first type.
         share: (top-level keys for the share of each head that rotates, default share); None: the whole head rotates.
-        original_length: default for `original_max_position_embeddings`; None: the default is `max_position_embeddings`.
+        original_length: default for `original_max_position_embeddings`; None: `max_position_embeddings` is the default.
     """
 
     bases: Mapping[str, tuple[Names, float]]
@@ -75,7 +75,7 @@ class RopeKeys:
 
     @property
     def keys(self) -> set[str]:
-        """All top-level keys with RoPE settings, in any of their spellings."""
+        """All top-level config.json keys that may hold the family's RoPE settings."""
         found = [*self.bases.values(), *(() if self.share is None else (self.share,))]
         return {*OF_ROPE, "original_max_position_embeddings"} | {key for keys, _ in found for key in keys}
 
@@ -91,11 +91,11 @@ class LayerKeys:
 
     Attributes:
         windows: layers that may have a window: `none`, `all`, or `some`, the layers that `layer_types` lists.
-        default_window: window length if the file has no `sliding_window`; if that key is null, there is no window.
+        default_window: window length if the file has no `sliding_window`. If that key is null, there is no window.
         switch: key that must be true for windows to apply; "": the family has no such key.
         first: (key for the index of the first layer with a window, default index); used if `layer_types` is absent.
-        period: (key for p, default p): every p-th layer has no window. Used if `layer_types` is absent. If the key is "", files
-            have no such key and p is the default.
+        period: (key for p, default p): every p-th layer has no window. Used if `layer_types` is absent. If the key is "", p is the
+            default.
         no_rope: (key for a list with 0 for each layer without RoPE, key for p, default p). If the list is absent, every p-th layer
             has no RoPE.
     """
@@ -109,7 +109,7 @@ class LayerKeys:
 
     @property
     def keys(self) -> set[str]:
-        """All of the keys that the attributes name, and those that `windows` implies."""
+        """All config.json keys named in this object's attributes, and the keys for `windows`."""
         of_windows = {"none": (), "all": ("sliding_window",), "some": ("sliding_window", "layer_types")}[self.windows]
         others = [self.switch, *(pair[0] for pair in (self.first, self.period) if pair is not None)]
         return {key for key in (*of_windows, *others, *(self.no_rope or ())[:2]) if key}
@@ -126,10 +126,9 @@ class ScaleKey:
     """Key for the attention logit scale, in families that have one.
 
     Attributes:
-        key: the key's name.
         default: value if the file leaves the key out.
-        to_ours: function from the key's value to our scale.
-        to_theirs: function from our scale to the key's value; it returns None if no value gives that scale.
+        to_ours: function (key's value) -> our scale.
+        to_theirs: function (our scale) -> key's value, or None if no value gives that scale.
     """
 
     key: str
@@ -143,7 +142,7 @@ class DerivedKey:
     """Key whose value follows from the model.
 
     Attributes:
-        value: function from our `model` section to the key's value.
+        value: function (our `model` section) -> the key's value.
         why: why a model with another value cannot be built here.
         may_lack: whether a file may leave the key out.
     """
@@ -158,12 +157,12 @@ class ExpertKeys:
     """A family's config.json keys for layers with experts.
 
     Attributes:
-        names: spellings of a key (an export writes the first) -> (field of `model.moe`, default). A file must have the key if this
-            default is None and the field is required.
+        names: spellings of a key -> (field of `model.moe`, default). An export writes the first spelling. If the default of a
+            required field is None, a file must have the key.
         fixed: `model.moe` fields that have one value in the family.
         has_bias: whether a bias is added to scores when experts are chosen.
         has_shared: whether there are shared experts.
-        method: (key, its value without expert groups, its value with them); an absent key has the first value. Empty: the family
+        method: (key, its value without expert groups, its value with them). An absent key has the first value. Empty: the family
             has no such key, and groups always apply.
         first: (key for the number of leading dense layers, default number). If the key is "", files have no such key.
         step: (key for p, default p): every p-th layer has experts. If the key is "", files have no such key.
@@ -190,7 +189,7 @@ class ExpertKeys:
 
     @property
     def keys(self) -> set[str]:
-        """All of the keys that the attributes name."""
+        """All config.json keys named in this object's attributes."""
         others = {self.first[0], self.step[0], self.listed, *self.method[:1]} - {""}
         return {key for names in self.names for key in names} | others | self.in_training
 
@@ -201,7 +200,6 @@ class Family:
 
     Attributes:
         architecture: transformers class for a language model in this family.
-        naming: tensor names.
         names: their key -> our field that has the same value.
         fixed: our fields that have one value in the family, and no key in the file.
         defaults: values for keys that a file may leave out; other keys in `names` are required.
@@ -210,7 +208,7 @@ class Family:
         rope: keys for RoPE; None: no layer rotates.
         layers: keys for windows, and for layers without RoPE.
         scale: key for the attention logit scale; None means 1 / sqrt(head_dim).
-        computed: our field -> (source field, function that computes the value from it).
+        computed: our field -> (source field, function that computes the value from the source field).
         off: key -> (allowed values, why no other is allowed).
         embedding_dropout: default for `embd_pdrop`, which must equal the branches' dropout; None if the family has no such key.
         heads_divide_hidden: whether hidden_size must be a multiple of the number of heads, regardless of head_dim.
@@ -219,7 +217,7 @@ class Family:
         unused: keys that nothing reads in the models supported here.
         experts: keys for layers with experts; None if there are none.
         further: spellings of the key for the number of multi-token prediction layers. If `naming` has such layers, this number
-            becomes `model.mtp.num_layers`; otherwise an import leaves the layers out.
+            becomes `model.mtp.num_layers`. Otherwise an import leaves the layers out.
     """
 
     architecture: str
@@ -250,7 +248,7 @@ class Family:
 
     @property
     def keys(self) -> set[str]:
-        """All config.json keys that are known for this family and describe the model."""
+        """All config.json keys that this object and its parts describe."""
         keys = {*self.names, *self.off, *self.latents, *self.derived, self.activation_key}
         keys |= self.layers.keys | self.unused | set(self.further)
         keys |= set() if self.experts is None else self.experts.keys

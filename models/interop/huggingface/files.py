@@ -1,12 +1,12 @@
-"""Read and write safetensors in a Hugging Face folder one tensor at a time, and create the folder atomically.
+"""Read and write a Hugging Face folder's safetensors one tensor at a time.
 
     config.json
     model.safetensors                                   one file, or
     model-00001-of-00002.safetensors, ...               several, with
     model.safetensors.index.json                        {"weight_map": {tensor: file}}
 
-The safetensors library needs all of a file's tensors in memory to write it. Here the header is written first, since it needs only
-shapes and dtypes. Each tensor is then written at its offset as soon as it is ready.
+Each tensor is written at its offset as soon as the tensor is ready, so no file is whole in memory. A new folder appears complete or
+not at all.
 """
 
 import json
@@ -47,7 +47,7 @@ SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A tensor in a file, or one to be written: its name, shape, and dtype as safetensors spells it (`BF16`)."""
+    """A tensor's name, shape, and dtype as safetensors spells it."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,9 @@ class TensorPlan:
 
 
 class WeightFiles:
-    """All tensors in a folder's safetensors files. Opening reads only the files' headers; `read` memory-maps one tensor.
+    """All tensors in a folder's safetensors files.
+
+    Opening reads only the files' headers.
 
     Attributes:
         tensors: shape and dtype of each tensor, by its name.
@@ -151,7 +153,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a new, small binary file, creating its folder if needed, and flush it to disk."""
+    """Write a new, small binary file and its folder, and flush the file to disk."""
     path.parent.mkdir(exist_ok=True)
     with path.open("xb") as handle:
         handle.write(content)
@@ -161,9 +163,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill. It becomes `path` at the end of the block, or is removed after an error.
+    """Yield a folder to fill, which becomes `path` at the end of the block.
 
-    Leftovers from a killed process are removed the next time the same path is written.
+    After an error, the folder is removed. A killed process's leftovers are removed when the same path is written next.
 
     Raises:
         CheckpointError: `path` exists and is not empty, or a file could not be read or written.
@@ -192,7 +194,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """Read the index, and return tensor name -> file name; empty if the folder has a single file, without an index."""
+    """Read each tensor's file from the index, or {} if there is no index."""
     if (folder / SINGLE).is_file():
         return {}
     index = folder / INDEX
@@ -235,7 +237,7 @@ def _cut(plans: Sequence[TensorPlan], shard_bytes: int) -> list[list[TensorPlan]
 
 
 def _write_file(path: Path, plans: Sequence[TensorPlan], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write one safetensors file: header length, header, then the tensors without gaps."""
+    """Write one safetensors file, without gaps between tensors."""
     # Put wide dtypes first, so that every tensor starts at a multiple of its element size, as memory-mapping readers need.
     places: dict[str, int] = {}
     end = 0

@@ -1,12 +1,11 @@
-"""Read weight files that store FP8 with one scale per block, such as DeepSeek-V3's, as bf16.
+"""Read FP8 weight files with one scale per block as bf16, such as DeepSeek-V3's.
 
     name                [out, in]  F8_E4M3
     name_scale_inv      [out / 128, in / 128]  F32, each dim rounded up      w[i, j] = fp8[i, j] x scale_inv[i / 128, j / 128]
 
-Here a block has 128 x 128 elements; i / 128 and j / 128 are rounded down.
+Here a block has 128 x 128 elements; i / 128 and j / 128 are rounded down. Products are computed in fp32 and rounded to bf16 once.
 
-Source: 2412.19437, section 3.3.2, and `weight_dequant` in DeepSeek-V3's inference/kernel.py. Products are computed in fp32 and
-rounded to bf16 once.
+Source: 2412.19437, section 3.3.2, and `weight_dequant` in DeepSeek-V3's inference/kernel.py.
 """
 
 import torch
@@ -24,10 +23,11 @@ SCALE = "_scale_inv"
 
 
 class Fp8Files:
-    """Weight files whose FP8 tensors appear as bf16; `read` expands them. `block`: rows and columns that share a scale.
+    """Weight files whose FP8 tensors appear as bf16.
+
+    `block` is the numbers of rows and columns that share a scale.
 
     Attributes:
-        folder: folder with the files.
         tensors: shape and dtype of each tensor as `read` returns it, by its name; scales are left out.
         notes: how many tensors were expanded, as text for the user.
 

@@ -3,8 +3,8 @@
     general.architecture = llama, llama.embedding_length = 576, ..    ->  {"model_type": "llama", "hidden_size": 576, ..}
     blk.3.attn_q.weight                                               ->  model.layers.3.self_attn.q_proj.weight
 
-The gguf package reads the file, expands quantized tensors to fp32, and provides tensor names. This module adds what it lacks: key
-names (gguf/constants.py), and the row order in a llama's queries and keys (`LlamaModel.permute` in llama.cpp's converter).
+The gguf package reads the file and expands quantized tensors to fp32. Key names are from gguf/constants.py, and the row order of a
+llama's queries and keys is from `LlamaModel.permute` in llama.cpp's converter.
 """
 
 from collections import Counter
@@ -29,8 +29,8 @@ class Architecture:
 
     Attributes:
         family: the family's `model_type`.
-        turns_neighbours: whether the file orders a head's query and key rows so that RoPE turns the pairs (2 i, 2 i + 1), instead
-            of (i, i + d / 2) for head size d.
+        turns_neighbours: whether RoPE turns the row pairs (2 i, 2 i + 1) of a head's queries and keys, instead of (i, i + d / 2)
+            for head size d.
     """
 
     family: str
@@ -73,12 +73,12 @@ _AS_STORED = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
 class GgufFile:
-    """The tensors in a GGUF file, under their family's names; `read` loads one.
+    """The tensors in a GGUF file, under their family's names.
 
     Attributes:
-        folder: path of the file; called `folder` because `WeightFiles` has this attribute too.
+        folder: path of the file, named as in `WeightFiles`.
         keys: the equivalent config.json keys.
-        tensors: shape and dtype of each tensor as `read` returns it, by name; a tensor that the family lacks keeps its GGUF name.
+        tensors: shape and dtype of each tensor as `read` returns it, by name. A tensor that the family lacks keeps its GGUF name.
         notes: which quantizations were expanded, as text for the user.
 
     Raises:
@@ -147,7 +147,7 @@ class GgufFile:
         return TensorPlan(name, shape, _AS_STORED.get(stored.tensor_type.name, "F32"))
 
     def _names(self, architecture: str) -> dict[str, str]:
-        """Map tensor names in the file to the family's names, using the package's name tables."""
+        """Map tensor names in the file to the family's names."""
         number = next(each for each, name in self._gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         of_file = self._gguf.get_tensor_name_map(number, int(self.keys["num_hidden_layers"]))
         found = {}
@@ -167,7 +167,7 @@ class GgufFile:
         """Convert GGUF fields to config.json keys.
 
         Raises:
-            ConfigError: fields are missing or unknown; all are listed.
+            ConfigError: fields are missing or unknown.
         """
         keys: dict[str, Any] = {"model_type": self._architecture.family, "tie_word_embeddings": tied}
         keys |= {key: int(fields[name]) for name, key in _IDS.items() if name in fields}
@@ -202,5 +202,5 @@ class GgufFile:
 
 
 def _plain(value: Any) -> Any:
-    """Replace a float that was stored as fp32 by the shortest decimal with the same fp32 value: 1e-6, not 9.99999997e-07."""
+    """Replace a float stored as fp32 by the shortest decimal with the same fp32 value."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

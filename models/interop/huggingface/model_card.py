@@ -1,4 +1,4 @@
-"""Build an exported folder's README.md, a model card, from the records of the checkpoint and the run.
+"""Build an exported folder's README.md, a model card, from checkpoint and run.
 
 The card names no license and no author, since no record has them. It contains no local paths.
 """
@@ -28,14 +28,14 @@ tags:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The last training loss and validation loss before a checkpoint, as (step, nats per token); None: unknown."""
+    """The last training loss and validation loss before a checkpoint. Each is (step, nats per token); None: unknown."""
 
     train: tuple[int, float] | None = None
     valid: tuple[int, float] | None = None
 
 
 def read_losses(candidate: Candidate) -> Losses:
-    """Read the run's last losses up to the checkpoint's step, from metrics.jsonl in the run directory."""
+    """Read the run's last losses, up to the checkpoint's step, from metrics.jsonl."""
     manifest = candidate.manifest
     runs_dir = manifest.config.get("runtime", {}).get("runs_dir", "runs")
     places = (candidate.folder.parent.parent, Path(runs_dir) / manifest.run)
@@ -62,8 +62,6 @@ def model_card(
     """Build the model card.
 
     Args:
-        candidate: exported checkpoint.
-        model: model config, for the sizes.
         name: name of the exported folder, as the card's title.
         keys: content of the exported config.json.
         weights: kind of the exported weights; `ema` is their moving average.

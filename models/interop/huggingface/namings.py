@@ -1,6 +1,6 @@
 """List the tensor names in Hugging Face models, by family.
 
-Each table row pairs names of our tensors with names of theirs that hold the same numbers (`Table` in `family.py`).
+Each table row pairs our tensors' names with the names of theirs that hold the same numbers (`Table` in `family.py`).
 `families.py` lists the sources.
 """
 
@@ -32,7 +32,7 @@ NORMS_BOTH: Table = (
 
 
 def llama_naming(norms: Table = _LLAMA_NORMS, qkv: Table = _LLAMA_QKV, gate_up: Table = _LLAMA_GATE_UP) -> Naming:
-    """Build the naming of a Llama-like family; each argument replaces Llama's own rows."""
+    """Build the naming of a Llama-like family. Each argument replaces Llama's own rows."""
     return Naming(
         first=((("embedding.word.weight",), ("model.embed_tokens.weight",)),),
         layer=(
@@ -71,8 +71,8 @@ _DEEPSEEK_QKV: Table = (
 def with_experts(naming: Naming, block: str = "mlp", parts: Names = ("gate_proj", "up_proj", "down_proj")) -> Naming:
     """Add the names of experts and routers to a naming.
 
-    The result is for files with one tensor per expert. Its attribute `fused` is a naming for files with one tensor for all experts
-    of a layer (transformers 5).
+    The result is for files with one tensor per expert. Its attribute `fused` is for files with one tensor for all experts of a
+    layer.
 
     Args:
         block: name of the layer's module that holds the experts.
@@ -124,7 +124,7 @@ DEEPSEEK_V3_NAMING = with_experts(
 
 
 def _with_biases(*rows: tuple[Names, Names]) -> Table:
-    """Insert, after each row of weights, the row for the biases of the same layers."""
+    """Insert, after each row of weights, the row for the same layers' biases."""
 
     def bias(names: Names) -> Names:
         return tuple(name.replace(".weight", ".bias") for name in names)

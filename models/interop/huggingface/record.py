@@ -1,10 +1,10 @@
-"""Keep what a Hugging Face import cannot store in the model, so that an export can restore it.
+"""Keep what a Hugging Face import cannot store in the model, for a later export.
 
     imported/qwen3/hugging_face.json    {"special_ids": {"bos_token_id": 1, "eos_token_id": [2, 7]}, "generation_config": "{..}",
                                          "ignored": {"strange_key": 3}, "tokenizer_sha256": "ab12.."}
 
-The record has parts of config.json and generation_config.json that no layer uses, and lies next to the tokenizer to which its ids
-belong. Exporting the imported checkpoint, or a run that started from it, restores all that the record holds.
+The record has parts of config.json and generation_config.json that no layer uses. Exporting the imported checkpoint, or a run that
+started from it, restores them.
 """
 
 import json
@@ -44,7 +44,7 @@ class ImportRecord:
     tokenizer_sha256: str | None = None
 
     def ends_with(self, token_id: int) -> bool:
-        """Whether this token ends a text; true for any token if config.json has no `eos_token_id`."""
+        """Whether this token ends a text, or true if no end is known."""
         end = self.special_ids.get("eos_token_id")
         return end is None or token_id in (end if isinstance(end, list) else [end])
 
@@ -87,13 +87,12 @@ def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any])
 def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str | None) -> ImportRecord | None:
     """Find the import record of a checkpoint that came from a Hugging Face model.
 
-    The record is next to the imported checkpoint, which the run's lineage names, or next to the imported tokenizer. The result is
-    None if there is no record, or if the exported tokenizer is not the imported one.
+    The record is next to the imported checkpoint or the imported tokenizer. The result is None if there is no record, or if the
+    exported tokenizer is not the imported one.
 
     Args:
-        candidate: checkpoint to export.
         file: file of the exported tokenizer; None if there is none.
-        tokenizer: name of the exported tokenizer. None: none is exported, so its hash is not compared with the record's.
+        tokenizer: name of the exported tokenizer; None if none is exported, so that no hash is compared.
 
     Raises:
         CheckpointError: the record cannot be read, or is damaged.
@@ -109,7 +108,7 @@ def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str
 
 
 def generation_config(ids: Mapping[str, Any], record: ImportRecord | None) -> str:
-    """Build the text of generation_config.json: the imported file's, or else the token ids that generation needs.
+    """Build generation_config.json, from the imported file or the token ids.
 
     Args:
         ids: exported tokenizer's ids, such as `eos_token_id`.

@@ -1,19 +1,18 @@
-"""Read the tokenizer files in a Hugging Face folder, and build those for an export.
+"""Read a Hugging Face folder's tokenizer files, and build those for an export.
 
 The tokenizer of the training data (left) decides which files an export writes (right):
 
     a transformers folder       its own files; settings that transformers needs are added to tokenizer_config.json if missing
     another tokenizer.json      that file, with a new tokenizer_config.json
-    bytes                       a new tokenizer.json, with which transformers can feed text to a model trained on bytes
-    a sentencepiece .model      that file: transformers converts it
-    tiktoken ranks              none: transformers cannot read them
+    bytes                       a new tokenizer.json
+    a sentencepiece .model      that file, which transformers converts
+    tiktoken ranks              none, since transformers cannot read them
 
 The tokenizer.json for bytes encodes a text like this:
 
 text  --UTF-8-->  bytes  --GPT-2's letters for bytes-->  "Ġ" for 32, ..  --a vocabulary without merges-->  ids 0 .. 255
 
-The `tokenizers` library works on letters, so GPT-2 assigned a letter to each byte: a printable byte keeps its own letter, and every
-other byte gets the next letter from U+0100 on. In this file, byte b's letter has the id b, and the id 256 ends a document.
+Byte b's letter has the id b, and the id 256 ends a document.
 """
 
 import json
@@ -60,7 +59,7 @@ ROLES = ("bos", "eos", "pad")
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Read the tokenizer files in a transformers folder; return their contents by path relative to the folder."""
+    """Read a transformers folder's tokenizer files, by path relative to the folder."""
     found = sorted(path for pattern in FILES for path in folder.glob(pattern) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
@@ -71,10 +70,9 @@ def tokenizer_of(
     """Choose the tokenizer to export.
 
     Returns its name, the tokenizer with the end-of-document token used in training, and notes for the user. The first two are None
-    if no tokenizer is exported; a note says why.
+    if no tokenizer is exported. A note then says why.
 
     Args:
-        candidate: checkpoint to export.
         given: value of `--tokenizer`; None if not given.
         vocab_size: model's vocabulary size.
 
@@ -112,17 +110,17 @@ def tokenizer_of(
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Locate the file that `load_tokenizer(name)` opens; None for the tokenizer of bytes, which has no file."""
+    """Locate the file that `load_tokenizer(name)` opens. None for the tokenizer of bytes, which has no file."""
     path, _ = split_name(name)
     files = (path / file for file in (TOKENIZER_JSON, SENTENCEPIECE))
     return None if name == BYTES else next((file for file in files if file.is_file()), path)
 
 
 def name_in_folder(files: Mapping[str, bytes]) -> str:
-    """Return the path, relative to a folder with these files, by which `load_tokenizer` finds its tokenizer.
+    """Return the path by which `load_tokenizer` finds the tokenizer in a folder with these files.
 
-    The path is "." if there is also a tokenizer_config.json, which states more, such as the token that ends a text. Otherwise it is
-    the tokenizer's file, or tokenizer.json if the folder has no tokenizer.
+    The path is relative to the folder. It is "." if the folder has a tokenizer and a tokenizer_config.json. Otherwise the path is
+    the tokenizer's file, or tokenizer.json if there is no tokenizer.
     """
     own = next((name for name in (TOKENIZER_JSON, SENTENCEPIECE) if name in files), None)
     return "." if own is not None and CONFIG in files else own or TOKENIZER_JSON
@@ -144,18 +142,21 @@ class ExportedTokenizer:
 
     @property
     def ids_of_model(self) -> dict[str, int | None]:
-        """Token ids for config.json. `pad_token_id` is None: transformers never trains the embedding of a token given there."""
+        """Token ids for config.json.
+
+        `pad_token_id` is None, because transformers never trains the embedding of a token given there.
+        """
         return {key: self.ids.get(key) for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": None}
 
 
 def export_tokenizer(name: str, tokenizer: Tokenizer, *, max_length: int, is_import: bool) -> ExportedTokenizer:
-    """Build files with which transformers tokenizes text as in training.
+    """Build the files from which Hugging Face transformers loads the training tokenizer.
 
     Args:
         name: tokenizer name, as for `load_tokenizer`.
         tokenizer: loaded tokenizer; its `eod_id` ended documents in training.
         max_length: longest text in tokens, if the tokenizer does not give one.
-        is_import: whether the tokenizer was imported with the weights. If so, and if it has a tokenizer_config.json, its files are
+        is_import: whether the tokenizer was imported with the weights. If it also has a tokenizer_config.json, its files are
             exported unchanged.
 
     Raises:
@@ -203,9 +204,9 @@ def export_tokenizer(name: str, tokenizer: Tokenizer, *, max_length: int, is_imp
 
 
 def _wanted(named: Mapping[str, str | None], tokenizer: JsonTokenizer, unknown: str | None) -> dict[str, str | None]:
-    """Choose the token for each role: the folder's (`named`), but as `eos` the token that ended documents in training.
+    """Choose the token for each role, where `named` are the folder's tokens.
 
-    If the folder has no such token, `eos` also serves as `pad`, and `unknown` as `unk`.
+    `eos` is the token that ended documents in training. A missing `pad` becomes `eos`, a missing `unk` becomes `unknown`.
     """
     end = tokenizer.token_of(tokenizer.eod_id)
     # Batches need some padding token; the end token is safe, since nothing is read after it.
@@ -213,10 +214,7 @@ def _wanted(named: Mapping[str, str | None], tokenizer: JsonTokenizer, unknown: 
 
 
 def _completed(files: Mapping[str, bytes], tokens: Mapping[str, str], max_length: int) -> dict[str, bytes]:
-    """Write `tokens`, by key such as `eos_token`, into the tokenizer's config files.
-
-    If tokenizer_config.json has no tokenizer class or maximum length, add them.
-    """
+    """Write `tokens`, by key such as `eos_token`, into the tokenizer's config files."""
     # If no class is given, transformers rebuilds the tokenizer by the family's own rules instead of reading the file.
     default = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     there = {name: parse_json(files[name]) for name in (CONFIG, SPECIAL_TOKENS) if name in files}

@@ -7,16 +7,13 @@ These lines name the same tensors, with their shapes, here and in two families:
     GPT-2 transformer.h.3.attn.c_attn.weight            [in, q out + k out + v out]    c_proj.weight [heads d, h]
 
 Each of our tensors is an [out, in] matrix or a vector, viewed with more dims. An `Exchange` concatenates some of our tensors along
-`out` and splits the result into equal parts, which are their tensors. GPT-2 stores matrices as [in, out]. The tables (`namings.py`)
-set the order: gate before up, keys before values.
+`out`. It splits the result into equal parts, which are their tensors. The tables (`namings.py`) set the order: gate before up, keys
+before values.
 
 RoPE turns the pair (i, i + d/2) in a head of size d, here and in all families but DeepSeek's. The rows of DeepSeek's heads are
-[not rotated | pairs (2 i, 2 i + 1)]; ours are [first rows of all pairs | second rows of all pairs | not rotated].
+[not rotated | pairs (2 i, 2 i + 1)]. Ours are [first rows of all pairs | second rows of all pairs | not rotated].
 
-Our expert tensors are [E, ..] for E experts. Most files store each expert separately, in the order of an exchange's names; others
-store one tensor [E, out, in].
-
-Only one exchange is in memory at a time, here and in the file readers and writers (`files.py`); an import holds only one expert.
+Our expert tensors are [E, ..] for E experts. Most files store each expert separately; others store one tensor [E, out, in].
 """
 
 import math
@@ -65,14 +62,15 @@ class Exchange:
     """Tensors, ours and theirs, that hold the same numbers.
 
     Attributes:
-        ours: our specs, joined along their output dim in this order.
-        theirs: names of the equal parts into which the join is split.
-        transposed: whether their matrices are [in, out].
-        num_heads: number of heads if their rows are [heads, parts, d]; 0 if all rows of a part come before the next part, as here.
-        num_experts: number of experts E if `ours` is one expert tensor; otherwise 0. Their tensors are then either the same number
-            for each expert, expert by expert, or one tensor [E, out, in].
-        row_order: row i in each group of ours is row `row_order[i]` in that group of theirs, where a group has `len(row_order)`
-            rows; empty if the order is the same.
+        ours: our specs. Concatenated in this order along the output dim, their tensors give one matrix.
+        theirs: names of their tensors, which are equal parts of that matrix, in order.
+        transposed: whether their matrices are stored as [in, out].
+        num_heads: number of heads if their rows are ordered [heads, parts, d]; 0 if the rows are ordered part by part, as ours
+            always are.
+        num_experts: number of experts E if `ours` is one tensor of all experts, otherwise 0. With experts, `theirs` lists equally
+            many tensors for each expert, expert by expert, or one tensor [E, out, in].
+        row_order: order of rows within each group of `len(row_order)` rows; empty if the order is the same. Row i of our group is
+            row `row_order[i]` of theirs.
     """
 
     ours: tuple[ParamSpec, ...]
@@ -88,13 +86,13 @@ class Exchange:
         return 0 < self.num_experts <= len(self.theirs)
 
     def by_expert(self) -> Iterator[tuple[int, Names]]:
-        """Yield each expert's index and the names of its tensors; nothing if each of their tensors holds all experts."""
+        """Yield each expert's index and its tensors' names; nothing if each of their tensors holds all experts."""
         count = len(self.theirs) // self.num_experts if self.num_experts else 0
         for expert in range(self.num_experts if self.is_by_expert else 0):
             yield expert, self.theirs[expert * count : (expert + 1) * count]
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Convert our tensors, in the order of `ours`, to theirs in the order of `theirs`."""
+        """Convert our tensors, ordered as `ours`, to theirs, ordered as `theirs`."""
         parts = [tensor.reshape(_matrix_shape(spec)) for spec, tensor in zip(self.ours, tensors, strict=True)]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
@@ -106,7 +104,7 @@ class Exchange:
         return [self._transpose(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Convert their tensors, in the order of `theirs`, to ours in the order of `ours`."""
+        """Convert their tensors, ordered as `theirs`, to ours, ordered as `ours`."""
         parts = [self._transpose(tensor if tensor.ndim < 3 else tensor.flatten(0, 1)) for tensor in tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
@@ -117,14 +115,17 @@ class Exchange:
         return [part.reshape(spec.shape) for spec, part in zip(self.ours, cut, strict=True)]
 
     def plans(self, dtype: torch.dtype) -> list[TensorPlan]:
-        """List the names and shapes of their tensors, with weights in `dtype`; a conversion on the meta device gives the shapes."""
+        """List the names and shapes of their tensors, with weights in `dtype`."""
         nothing = [torch.empty(spec.shape, device="meta") for spec in self.ours]
         shapes = [tuple(tensor.shape) for tensor in self.to_theirs(nothing)]
         return [TensorPlan(name, shape, format_name(dtype)) for name, shape in zip(self.theirs, shapes, strict=True)]
 
     @property
     def _rows_of_a_part(self) -> int:
-        """Number of rows in the queries of all heads, if `num_heads` is set; the keys and the values have equally many."""
+        """Number of rows that the queries of all heads have together.
+
+        The keys have as many rows, and so do the values. Only valid if `num_heads` is not 0.
+        """
         return _matrix_shape(self.ours[0])[0]
 
     def _transpose(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +135,7 @@ class Exchange:
 def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> list[Exchange]:
     """List exchanges that cover all model tensors, in forward order.
 
-    `naming` is the family's naming or that naming's `fused`; None: the family's naming, which most files use.
+    `naming` is the family's naming or that naming's `fused`; None: the family's naming.
     """
     naming = naming or FAMILIES[family].naming
     specs = {spec.name: spec for spec in model_specs(model)}
@@ -175,7 +176,7 @@ def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> 
 
 
 def copies(family: str, model: ModelConfig) -> Iterator[Exchange]:
-    """Yield exchanges for the copies of model tensors that files keep in each multi-token prediction layer; imports skip them."""
+    """Yield exchanges for the copies of model tensors in each multi-token prediction layer. Imports skip these."""
     naming, specs = FAMILIES[family].naming, {spec.name: spec for spec in model_specs(model)}
     for number in range(model.num_layers, model.num_layers + model.num_mtp_layers):
         for (ours,), (theirs,) in naming.copies:
@@ -190,8 +191,7 @@ class HuggingFaceModel:
     Attributes:
         sections: config sections: `model`, and others if the model needs them.
         exchanges: exchanges that cover the model's tensors in the files.
-        files: the weight files.
-        spelling: function from a family's tensor name to the tensor's name in the files.
+        spelling: function (a family's tensor name) -> the tensor's name in the files.
         is_part: whether the files hold a model of several parts, of which the language model is imported.
         notes: what the user should know.
         record: facts that a later export restores.
@@ -210,9 +210,9 @@ class HuggingFaceModel:
     def shards(
         self, dtype: torch.dtype | None = None, on_tensor: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Shard]:
-        """Yield our tensors in `dtype` (None: the file's dtype), with one exchange in memory at a time.
+        """Yield our tensors in `dtype`, with one exchange in memory at a time.
 
-        `on_tensor` receives the number of bytes read from the files.
+        If `dtype` is None, each tensor keeps the file's dtype. `on_tensor` receives the number of bytes read from the files.
 
         Raises:
             CheckpointError: a tensor has elements that are not finite.
@@ -234,7 +234,7 @@ class HuggingFaceModel:
             on_tensor(sum(tensor.nbytes for tensor in theirs))
 
     def _read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Read tensors by the family's names for them, and check that they are finite."""
+        """Read tensors by the family's names, and check that they are finite."""
         theirs = []
         for name in map(self.spelling, names):
             theirs.append(self.files.read(name))
@@ -309,7 +309,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
 
 
 def _files(folder: Path, keys: Mapping[str, Any]) -> WeightFiles | Fp8Files:
-    """Open a folder's safetensors; FP8 weights appear as bf16."""
+    """Open a folder's safetensors, with FP8 weights as bf16."""
     files, block = WeightFiles(folder), fp8_block(keys.get(QUANTIZATION))
     return files if block is None else Fp8Files(files, block)
 
@@ -383,7 +383,7 @@ def _kept(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def _row_order(spec: ParamSpec, model: ModelConfig) -> tuple[int, ...]:
-    """Compute `Exchange.row_order` for a file in which RoPE pairs are neighbouring rows at the end of each head."""
+    """Compute `Exchange.row_order` for heads that end with RoPE's pairs as neighbouring rows."""
     assert model.mla is not None
     pairs = range(0, model.mla.qk_rope_head_dim, 2)
     is_key = len(spec.shape) == 2
@@ -394,7 +394,7 @@ def _row_order(spec: ParamSpec, model: ModelConfig) -> tuple[int, ...]:
 
 
 def _reordered(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Reorder rows within groups of `len(order)` rows: row i of the result's group is row `order[i]` of the given group."""
+    """Reorder rows within groups of `len(order)` rows. Row i of a result group is row `order[i]` of the given group."""
     return tensor.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
 
 
@@ -404,7 +404,7 @@ def _swapped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
 
 
 def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """Compute the shape of our tensor without head and part dims: [out, in] for a weight, [out] for a bias or norm."""
+    """Compute the shape of our tensor without head and part dims. A weight has [out, in], a bias or norm [out]."""
     if spec.name.endswith((".bias", "norm.weight")) or len(spec.shape) == 1:
         return (spec.numel,)
     # The output projection reads heads; every other weight with more than two dims writes them.
@@ -413,10 +413,10 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
 
 
 def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
-    """Find the function from the family's tensor names to the files' names: the one that gives a name of the word embedding there.
+    """Find the function from the family's tensor names to the files' names.
 
-    Names lack a prefix if the model was saved without its head. They have one more prefix for the language model in a model of
-    several parts; before transformers 5, it is at the start of the whole name.
+    The files' names lack a prefix if the model was saved without its head. In a model of several parts, the files' names have one
+    more prefix. Before transformers 5, the extra prefix starts the whole name.
     """
     base = naming.base_prefix
     embedding = naming.first[0][1][0]
@@ -431,7 +431,7 @@ def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
 
 
 def _naming(files: Files, naming: Naming) -> Naming:
-    """Choose the naming that the files follow: `naming.fused` if they have a tensor with all experts, else `naming`."""
+    """Choose the naming that the files follow, `naming` or `naming.fused`."""
     stacked = () if naming.fused is None else tuple(name for _, names in naming.fused.experts for name in names)
     is_fused = bool(stacked) and any(name.endswith(stacked) for name in files.tensors)
     return naming.fused if is_fused and naming.fused is not None else naming
@@ -445,14 +445,14 @@ def _notes(model: ModelConfig, rows: int, files: Files, family: Family) -> Itera
 
 
 def _place_behind(name: str, model: ModelConfig, family: Family) -> int | None:
-    """Index of a tensor's layer among the layers that follow the model's last one, from 0; None if it is in none of these."""
+    """Index of a tensor's layer, from 0, among the layers after the model's last one; None for other tensors."""
     prefix = re.escape(family.naming.layer_prefix.removeprefix(family.naming.base_prefix)).replace(r"\{\}", r"(\d+)")
     match = re.search(rf"(?:^|\.){prefix}", name) if family.further else None
     return None if match is None or int(match[1]) < model.num_layers else int(match[1]) - model.num_layers
 
 
 def _is_left_out(name: str, model: ModelConfig, family: Family) -> bool:
-    """Whether a tensor is in a layer after all of the model's layers, those for multi-token prediction included."""
+    """Whether a tensor's layer comes after all layers, multi-token prediction included."""
     place = _place_behind(name, model, family)
     return place is not None and place >= model.num_mtp_layers
 

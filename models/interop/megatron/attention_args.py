@@ -1,4 +1,4 @@
-"""Map Megatron-LM's position, window and layer-kind arguments to our attention fields, and back.
+"""Map Megatron-LM's attention arguments to our attention fields, and back.
 
 Their arguments are on the left, our `model` fields on the right:
 
@@ -35,7 +35,7 @@ FIELDS = frozenset({"rotary_share", "rope_scaling", "window", "layers", "layer_k
 
 
 def read_attention(args: Args, model: dict[str, Any]) -> list[str]:
-    """Add attention fields to `model`, which must already have `num_layers` and `position`; return problems."""
+    """Add attention fields to `model`, and return problems. `model` must already have `num_layers` and `position`."""
     problems = [
         f"{name} = {shown(args[name])}: must be a number or a list of numbers; Megatron-LM writes no other."
         for name in LISTS
@@ -87,9 +87,9 @@ def _read_rope(args: Args, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _read_window(args: Args) -> tuple[int | None, list[str]]:
-    """Read the window: return the number of keys that a query sees, or None if there is no window, and problems.
+    """Read the window, as the number of keys that a query sees, and list problems.
 
-    Megatron-LM writes "no window" as None or (-1, 0).
+    The number is None if there is no window, which Megatron-LM writes as None or (-1, 0).
     """
     given = args.get("window_size")
     if given is None:
@@ -116,7 +116,7 @@ def _each_layer(given: Any, num_layers: int, last: int) -> list[int] | None:
 
 
 def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bool], still: list[bool]) -> None:
-    """Add windows and layers without RoPE (`still`) to `model`: as plain fields if all layers are alike, else as layer kinds."""
+    """Add windows and layers without RoPE to `model`, by layer kind if needed. `still` marks the layers without RoPE."""
     kinds: dict[str, dict[str, Any]] = {}
     names = []
     for windowed, is_still in zip(has_window, still, strict=True):
@@ -131,7 +131,7 @@ def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bo
 
 
 def attention_differences(model: ModelConfig) -> Iterator[str]:
-    """Yield a sentence for each attention feature of the model that Megatron-LM's arguments cannot express."""
+    """Yield a sentence for each attention feature that Megatron-LM's arguments lack."""
     kinds = model.kinds
     if model.mtp is not None and len({(kind.window, kind.rotary, kind.sinks) for kind in kinds}) > 1:
         yield "model.mtp with layers that differ: Megatron-LM's lists of windows and positions have no entry for mtp layers."

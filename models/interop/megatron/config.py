@@ -3,8 +3,8 @@
     {"num_layers": 32, "group_query_attention": True, "num_query_groups": 8, "swiglu": True, ..}      args in common.pt
       <->  model: {num_layers: 32, num_kv_heads: 8, activation: swiglu, ..}, optimizer: {..}, train: {..}
 
-An argument that switches on an unsupported feature is refused by name; without it, the model would silently be another one.
-Arguments that change only speed, layout or logging are ignored.
+An argument that switches on an unsupported feature is refused by name. Arguments that change only speed, layout or logging are
+ignored.
 
 Source: megatron/training/arguments.py and the TransformerConfig in Megatron-Core 0.16.
 """
@@ -142,7 +142,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
         source: origin of the arguments, for messages.
 
     Raises:
-        ConfigError: arguments are missing or switch on unsupported features; all are listed.
+        ConfigError: arguments are missing or switch on unsupported features.
     """
     problems = [
         f"{name} is missing; the model has no shape without it." for name in _REQUIRED if args.get(name) is None
@@ -193,7 +193,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
 def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Convert the arguments to `train`, `optimizer` and `precision` sections.
 
-    Also return notes on arguments that have no equal counterpart in these sections.
+    Also returns notes on arguments without an equal counterpart in these sections.
     """
     notes = []
     train, optimizer = (
@@ -302,7 +302,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
 
 
 def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """List the differences in two models' settings that make the same weights compute different outputs.
+    """List the settings that make the same weights compute other outputs.
 
     Args:
         section: `model` section read from Megatron-LM's arguments.
@@ -334,7 +334,7 @@ def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _loss_scale(args: Args) -> dict[str, Any] | None:
-    """Build the `precision.loss_scale` section for an fp16 run; None if the arguments do not mention it."""
+    """Build an fp16 run's `precision.loss_scale`, or None if no argument mentions it."""
     if args.get("loss_scale"):
         return {"static": args["loss_scale"]}
     # Megatron-LM stores the window, a whole number of steps, as a float.
@@ -346,14 +346,14 @@ def _loss_scale(args: Args) -> dict[str, Any] | None:
 
 
 def _loss_scale_args(scaling: LossScaleConfig | None) -> dict[str, Any]:
-    """Build Megatron-LM's loss-scale arguments; empty if the dtype needs no scale."""
+    """Build Megatron-LM's loss-scale arguments, empty if the dtype needs no scale."""
     if scaling is None:
         return {}
     return {"loss_scale": scaling.static, **{theirs: getattr(scaling, ours) for theirs, ours in _LOSS_SCALE.items()}}
 
 
 def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
-    """Add `mtp` to `model` if the arguments ask for multi-token prediction layers; yield problems."""
+    """Add `mtp` to `model` if the arguments ask for multi-token prediction layers. Yields problems."""
     number, weight = args.get("mtp_num_layers"), args.get("mtp_loss_scaling_factor")
     if not number:
         return
@@ -366,7 +366,7 @@ def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _mtp_args(model: ModelConfig) -> dict[str, Any]:
-    """Build the arguments for multi-token prediction; empty if the model has no such layers."""
+    """Build the arguments for multi-token prediction, empty without such layers."""
     if model.mtp is None:
         return {}
     return {"mtp_num_layers": model.mtp.num_layers, "mtp_loss_scaling_factor": model.mtp.loss_weight}
@@ -396,6 +396,6 @@ def _activation(args: Args) -> str:
 
 
 def _tokens(args: Args) -> int | None:
-    """Read the tokenizer's number of tokens; None if it is not given. The null tokenizer adds an end-of-document token."""
+    """Read the tokenizer's number of tokens, or None if it is not given."""
     vocab_size = args.get("vocab_size")
     return vocab_size + 1 if vocab_size and args.get("tokenizer_type") == "NullTokenizer" else vocab_size

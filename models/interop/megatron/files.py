@@ -5,14 +5,14 @@
         iter_0000100/
             metadata.json                     {"sharded_backend": "torch_dist", ..}
             common.pt                         torch.save: args, iteration, the optimizer's settings
-            .metadata                         a pickle: every tensor's shape and chunks, and where each chunk is
+            .metadata                         a pickle with every tensor's shape, and each chunk's place
             __0_0.distcp  __0_1.distcp ..     chunks, one after another, each written by torch.save
 
-`.metadata`, common.pt and every chunk are pickles, read by `foreign_pickle.py`, which never runs them. Objects stored next to the
-tensors (`_extra_state`, RNG state) are never opened.
+`foreign_pickle.py` reads all these pickles without running them. Objects stored next to the tensors (`_extra_state`, RNG state) are
+never opened.
 
-Peak memory is two copies of one chunk. Chunks are checked to lie inside their files before any tensor is allocated, so a
-damaged file cannot request more memory than the files take on disk.
+Peak memory is two copies of one chunk. Chunks are checked to lie inside their files before any tensor is allocated, so a damaged
+file cannot request more memory than the files take on disk.
 """
 
 import math
@@ -88,7 +88,7 @@ _SAVE_AGAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and where it is stored: `length` bytes at `offset` in `file`."""
+    """A box of a tensor, stored as `length` bytes at `offset` in `file`."""
 
     box: Box
     file: str
@@ -98,7 +98,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in the checkpoint: its shape, dtype and the chunks that it was stored in."""
+    """A tensor in the checkpoint, with the chunks in which it is stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -107,7 +107,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class TorchDist:
-    """An open `torch_dist` checkpoint; `read` loads one tensor, or a box of it.
+    """An open `torch_dist` checkpoint.
 
     Attributes:
         folder: the iteration's folder, iter_0000100 or release.
@@ -123,12 +123,12 @@ class TorchDist:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """Megatron-LM's arguments by name; empty if the checkpoint has none."""
+        """Megatron-LM's arguments by name, empty if the checkpoint has none."""
         args = self.common.get("args")
         return args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
 
     def read(self, key: str, box: Box | None = None) -> torch.Tensor:
-        """Read a tensor, or a box of it, in the dtype in which it was saved.
+        """Read a tensor, or a box of it, in its saved dtype.
 
         Raises:
             CheckpointError: a file is missing, ends early or disagrees with `.metadata`; or chunks are missing.
@@ -175,7 +175,9 @@ class TorchDist:
 
 
 def find_iteration(path: Path) -> Path:
-    """Locate one iteration's folder: the one that the tracker file in `path` names, or `path` itself if there is no tracker file.
+    """Locate one iteration's folder.
+
+    The tracker file in `path` names the folder. If there is no tracker file, `path` is the folder.
 
     Raises:
         CheckpointError: that folder does not exist, or the tracker file cannot be read.
@@ -210,7 +212,7 @@ def is_megatron_checkpoint(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> TorchDist:
-    """Open a checkpoint. Only metadata.json, `.metadata` and common.pt are read, and no tensors.
+    """Open a checkpoint without reading its tensors.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, has another format, is incomplete, or has a pickle that could run code.
@@ -288,9 +290,9 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Stored], frozenset[str]]:
 
 
 def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Raise ValueError if a file's chunks reach past its end or add up to more bytes than it has.
+    """Raise ValueError if a file's chunks reach past its end or exceed its size.
 
-    Missing files are skipped here; `TorchDist.read` reports them.
+    Missing files are skipped.
     """
     together: dict[str, int] = {}
     for key, stored in tensors.items():
@@ -308,7 +310,7 @@ def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
 
 
 def _whole_numbers(values: Any, what: str) -> tuple[int, ...]:
-    """Convert a list or tuple of integers >= 0 to a tuple; raise ValueError, with the name `what`, for all else."""
+    """Convert a list or tuple of integers >= 0 to a tuple. All else raises ValueError, with the name `what`."""
     if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{what} is {shown(values)}")
     return tuple(values)

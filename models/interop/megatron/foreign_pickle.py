@@ -1,21 +1,19 @@
 """Read pickles written by other programs without running them.
 
-A pickle is a program: it names functions and calls them. This reader only looks each name up in an allow list, and imports nothing.
-Objects of a listed class become inert records of the constructor's arguments. Any name that is not listed stops the reading before
-a call.
+A pickle is a program that names functions and calls them. This reader only looks each name up in an allow list, and imports
+nothing. Objects of a listed class become inert records of the constructor's arguments. Any other name stops the reading before a
+call.
 
     torch.distributed...MetadataIndex("x", ..)  ->  Inert: origin, arguments, state         on the list
     os.system("..")                             ->  CheckpointError that names os.system    not on the list
-
-`read_archive` reads what torch.save wrote: a zip file with one pickle and the tensors' raw bytes. `read_pickle` reads bare pickles.
 
 Time and memory are bounded by the input's length:
 
 - An archive may not unpack to more bytes than the archive itself has.
 - A tensor may not have more elements than its storage.
 - A pickle may not number its objects beyond its own length.
-- Dict keys and set members are checked before they are hashed. A tuple that holds another tuple twice hashes it twice, so 60 nested
-  tuples in 200 bytes would take thousands of years. Only the pure-Python unpickler, `pickle._Unpickler`, allows such a check.
+- Dict keys and set members are checked before they are hashed, since hashing 60 nested tuples can take thousands of years. Only the
+  pure-Python unpickler, `pickle._Unpickler`, allows such a check.
 """
 
 import io
@@ -54,7 +52,7 @@ _STORAGES = {
 
 
 class Inert:
-    """Inert stand-in for an object: its class's name, the constructor arguments, and the object's state."""
+    """Inert record of an object, with its class's name, constructor arguments and state."""
 
     origin: str = ""
     arguments: tuple[Any, ...]
@@ -66,7 +64,7 @@ class Inert:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Ignore the arguments: `__new__` stores them, since some pickles call only `__new__`, and never `__init__`."""
+        """Ignore the arguments, which `__new__` stores, since some pickles call only `__new__`."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -84,18 +82,19 @@ def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: 
 
     Args:
         allowed: classes that the pickle may name, in addition to torch's dtypes and shapes.
-        prefix: modules starting with this prefix may be named too (they are not imported); "" allows none.
+        prefix: start of the names of further modules that the pickle may name, without importing them; "" allows none.
         source: file name, for messages.
 
     Raises:
         CheckpointError: the pickle names anything else, is malformed, or would need more memory than its length justifies.
-            Nothing it names was called.
     """
     return _read(content, allowed, prefix, source, None)
 
 
 def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
-    """Read an archive written by torch.save. Its tensors become CPU tensors.
+    """Read an archive written by torch.save.
+
+    Its tensors become CPU tensors.
 
     Raises:
         CheckpointError: same cases as `read_pickle`; or the content is not such an archive, is in torch's old format without a zip
@@ -115,7 +114,7 @@ def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source:
 
 
 def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Refuse an archive with compressed entries, which torch.save never writes, or whose entries claim more bytes than it has."""
+    """Refuse an archive with compressed entries, or that claims more bytes than it has."""
     entries = archive.infolist()
     if packed := next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None):
         raise zipfile.BadZipFile(f"{shown(packed.filename)} in it is compressed, which torch.save never does")
@@ -124,7 +123,7 @@ def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
 
 
 def _check_numbers(content: bytes) -> None:
-    """Refuse a pickle that numbers an object beyond its own length: Python would allocate a table that large at once."""
+    """Refuse a pickle that numbers an object beyond its own length. Python would allocate a table that large at once."""
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(content):
             raise pickle.UnpicklingError(f"object number {argument:,} in {len(content):,} bytes")
@@ -152,21 +151,24 @@ def _read(
 
 
 class _Keys:
-    """Budget for hashing one pickle's keys.
+    """A limit on the work of hashing one pickle's dict keys and set members.
+
+    A short pickle can nest tuples that share parts. Hashing such tuples may take exponential time.
 
     Args:
-        num_bytes: length of the pickle, to which the budget is proportional. A key that shares no parts with others always fits,
-            because each of its values takes at least a byte.
+        num_bytes: length of the pickle. The limit is proportional to this length, so keys without shared parts never exceed it.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._num_left = _VALUES_PER_BYTE * num_bytes
 
     def check(self, keys: Iterable[Any]) -> None:
-        """Charge the values in `keys` to the budget. Nested tuples and frozensets count each time they occur.
+        """Count the values in `keys` towards the limit.
+
+        A nested tuple or frozenset counts each time it occurs.
 
         Raises:
-            UnpicklingError: the budget is spent.
+            UnpicklingError: the keys exceed the limit.
         """
         for key in keys:
             within = [key]
@@ -237,7 +239,9 @@ class _Reader(pickle._Unpickler):
         return OrderedDict(items)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the safe replacement for a class or function that the pickle names; refuse any other before it can be called."""
+        """Return the safe replacement for a class or function that the pickle names.
+
+        Any name without a replacement is refused before it can be called."""
         # A dotted name could reach through an allowed class into its module's imports.
         is_plain = "." not in name
         if is_plain and module == "torch" and name in _DTYPES:
@@ -288,7 +292,7 @@ def _encode(text: str, encoding: str) -> bytes:
 def _rebuild_tensor(
     storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> torch.Tensor:
-    """Replacement for `torch._utils._rebuild_tensor_v2`; a tensor with more elements than its storage is refused."""
+    """Replacement for `torch._utils._rebuild_tensor_v2`. A tensor with more elements than its storage is refused."""
     if math.prod(size) > storage.numel():  # a stride of 0 turns one element into any number
         raise pickle.UnpicklingError(
             f"a tensor of {shown(math.prod(size))} elements from {storage.numel():,} in its storage"
@@ -297,16 +301,16 @@ def _rebuild_tensor(
 
 
 def _layout(name: Any) -> str:
-    """Replacement for `torch.serialization._get_layout`: return the layout's name as it is."""
+    """Replacement for `torch.serialization._get_layout`, which returns the name as it is."""
     if not isinstance(name, str):
         raise pickle.UnpicklingError(f"{shown(name)} where the name of a layout belongs")
     return name
 
 
 def _member(owner: Any, name: Any) -> Inert:
-    """Replacement for `getattr`, with which Python 3.11.0 to 3.11.3 pickle enum members: return a record of class and name.
+    """Replacement for `getattr`, with which Python 3.11.0 to 3.11.3 pickle enum members.
 
-    No attribute is looked up, and only classes on the allow list are accepted.
+    Returns a record of class and name. Only classes on the allow list are accepted.
     """
     if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
         raise pickle.UnpicklingError(f"an attribute of {shown(owner)}, which is no class of Megatron-Core")

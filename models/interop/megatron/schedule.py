@@ -1,11 +1,11 @@
-"""Convert Megatron-LM's learning-rate arguments to ours, and back, with notes where the rates differ.
+"""Convert Megatron-LM's learning-rate arguments to ours, and back.
 
 Each of their styles (first line) becomes one of our schedules (second line):
 
 lr_decay_style    constant, linear, cosine     inverse-square-root     WSD with lr_wsd_decay_iters, lr_wsd_decay_style
 lr_schedule       the same                     inverse_sqrt            wsd with cooldown_tokens, cooldown_shape
 
-A warm-up over W steps to the learning rate lr has these rates in Megatron-LM ("there") and here:
+Notes say where the rates differ. A warm-up over W steps to the learning rate lr has these rates in Megatron-LM ("there") and here:
 
 steps done before 0      1            W - 1       W
 rate there        0      lr / W       ..          lr       the first step has rate 0 and changes nothing
@@ -49,7 +49,7 @@ _MOST_COMPARED = 1_000
 
 
 class MegatronRates(NamedTuple):
-    """Rates from Megatron-Core 0.16's `OptimizerParamScheduler`, as set up by Megatron-LM's `get_optimizer_param_scheduler`.
+    """Megatron-LM's learning rates, as in Megatron-Core 0.16's `OptimizerParamScheduler`.
 
     Attributes:
         style: `lr_decay_style`.
@@ -70,7 +70,7 @@ class MegatronRates(NamedTuple):
     fall_style: str
 
     def rate(self, samples: int) -> float:
-        """Compute the learning rate of the step that starts when `samples` samples have been consumed."""
+        """Compute the learning rate of the step that starts after `samples` samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.first + (self.lr - self.first) * samples / self.warmup
         if self.style == "constant":
@@ -88,7 +88,9 @@ class MegatronRates(NamedTuple):
 
 
 def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
-    """Build the schedule that Megatron-LM derives from its arguments; None if they lack the run's length, batch size or rate.
+    """Build the schedule that Megatron-LM derives from its arguments.
+
+    None if the arguments lack the run's length, batch size or rate.
 
     Raises:
         TypeError: an argument is not a finite number.
@@ -117,7 +119,9 @@ def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
 
 
 def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Convert the arguments to `optimizer` fields; also return notes on how our rates will differ from Megatron-LM's.
+    """Convert the arguments to `optimizer` fields.
+
+    Also returns notes on how our rates will differ from Megatron-LM's.
 
     Raises:
         TypeError: an argument is not a finite number.
@@ -152,7 +156,9 @@ def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 
 def schedule_args(config: Config) -> dict[str, Any]:
-    """Convert the learning-rate schedule to Megatron-LM's arguments; lengths in tokens become whole iterations, rounded up.
+    """Convert the learning-rate schedule to Megatron-LM's arguments.
+
+    Lengths in tokens become whole iterations, rounded up.
 
     Raises:
         ConfigError: an extension provides the schedule.
@@ -185,7 +191,10 @@ def schedule_args(config: Config) -> dict[str, Any]:
 
 
 def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
-    """Build notes on how the learning rates from `args`, Megatron-LM's arguments for the whole run, differ from the config's."""
+    """Build notes on how the learning rates from `args` differ from the config's.
+
+    `args` are Megatron-LM's arguments for the whole run.
+    """
     if config.phases:
         return [
             "the rates of a run with phases were not compared: they follow tokens, and Megatron-LM's follow samples of one length"
@@ -196,9 +205,8 @@ def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
 def rate_notes(args: Mapping[str, Any], optimizer: OptimizerConfig) -> list[str]:
     """Compare Megatron-LM's learning rates with ours.
 
-    If they differ, there is one note, with the first step's rates and the largest difference; otherwise there is none.
-
-    A long run is compared at `_MOST_COMPARED` steps, and at the first and last step of each part of the schedule.
+    If they differ, there is one note, with the first step's rates and the largest difference. A long run is compared only at
+    `_MOST_COMPARED` steps, and at the first and last step of each part of the schedule.
 
     Args:
         args: Megatron-LM's arguments for the whole run.

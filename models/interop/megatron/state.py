@@ -1,9 +1,9 @@
-"""Convert a run's progress between Megatron-LM's format and ours: iteration, samples, Adam's step, learning-rate schedule.
+"""Convert a run's progress between Megatron-LM's format and ours.
 
     common.pt   iteration, args.consumed_train_samples, optimizer.param_groups[..].step, opt_param_scheduler   <->   TrainingState
                 optimizer.grad_scaler: scale, growth_tracker, hysteresis_tracker       <->   loss_scale: scale, updates, hysteresis
 
-RNG states and the sample order are not converted: neither program can use those of the other.
+RNG states and the sample order are not converted.
 """
 
 import math
@@ -54,9 +54,10 @@ def training_state(source: TorchDist) -> TrainingState:
 
 
 def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
-    """Build the content of common.pt, without args, for a run that continues in Megatron-LM with its distributed optimizer.
+    """Build the content of common.pt, without args, for a run that continues.
 
-    There are two parameter groups, as in our optimizer: weights, with weight decay, and norms and biases, without it.
+    Megatron-LM's distributed optimizer can load it. There are two parameter groups: weights, with weight decay, and norms and
+    biases, without it.
 
     Raises:
         CheckpointError: the optimizer is not AdamW, or the config has `optimizer.groups`.
@@ -132,13 +133,13 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def weights_state() -> dict[str, Any]:
-    """Build the content of common.pt, without args, for a checkpoint that has only weights."""
+    """Build the content of common.pt, without args, for weights alone."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
 
 
 def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
-    """Build the training arguments that Megatron-LM's loader looks up in a checkpoint; the model's arguments are left out."""
+    """Build the training arguments that Megatron-LM's loader looks up in a checkpoint."""
     return megatron_training_args(config) | {
         "consumed_train_samples": state.consumed_samples,
         "consumed_valid_samples": 0,
@@ -148,7 +149,7 @@ def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def _loss_scale(source: TorchDist) -> LossScaleRecord | None:
-    """Read the state of Megatron-Core's DynamicGradScaler; None if there is no scaler or a constant scale."""
+    """Read the state of Megatron-Core's DynamicGradScaler. None if there is no scaler or a constant scale."""
     held = source.common.get("optimizer")
     scaler = held.get("grad_scaler") if isinstance(held, dict) and source.args.get("fp16") else None
     if scaler is None:
@@ -168,7 +169,10 @@ def _loss_scale(source: TorchDist) -> LossScaleRecord | None:
 
 
 def _grad_scaler(state: TrainingState) -> dict[str, Any]:
-    """Build {"grad_scaler": state} for Megatron-Core's DynamicGradScaler; empty if the run has no dynamic loss scale."""
+    """Build the state of Megatron-Core's DynamicGradScaler, under the key grad_scaler.
+
+    The result is empty if the run has no dynamic loss scale.
+    """
     scale = state.loss_scale
     if scale is None:
         return {}
@@ -177,7 +181,7 @@ def _grad_scaler(state: TrainingState) -> dict[str, Any]:
 
 
 def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Find the optimizer's parameter groups and its `state` in common.pt, whichever Megatron-LM optimizer saved them.
+    """Find the optimizer's parameter groups and its `state` in common.pt.
 
     Raises:
         CheckpointError: there are no parameter groups.
@@ -195,7 +199,7 @@ def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[s
 
 
 def _number(value: Any, source: TorchDist, what: str) -> int:
-    """Read a count, which may have been saved as a float or as a one-element tensor."""
+    """Read a count, which may be saved as a float or a one-element tensor."""
     number = _scalar(value, source, what)
     if number != int(number):
         raise _wrong(value, source, what)
@@ -203,7 +207,7 @@ def _number(value: Any, source: TorchDist, what: str) -> int:
 
 
 def _scalar(value: Any, source: TorchDist, what: str) -> float:
-    """Read a finite number that is at least 0; an int stays an int."""
+    """Read a finite number that is at least 0, and keep an int."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

@@ -1,4 +1,4 @@
-"""Convert GPT weights and optimizer state between Megatron-Core's names and layouts and ours.
+"""Convert GPT weights and optimizer state between Megatron-Core's format and ours.
 
     ours (models/specs.py)                  Megatron-Core, below decoder.layers
     attention.norm.{weight,bias}            self_attention.linear_qkv.layer_norm_{weight,bias}, or input_layernorm.{weight,bias}
@@ -14,9 +14,9 @@
     mtp.{embedding_norm,hidden_norm,norm}   enorm, hnorm, final_layernorm
     mtp.projection                          eh_proj               [h, 2 h]: columns of the embedding first, as ours
 
-A checkpoint either stacks all layers in one tensor with a leading layer dim, or has the layer's number in the key. Both forms are
-read; the stacked one is written. Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, param}. Padding rows
-in the vocabulary are dropped.
+A checkpoint either stacks all layers in one tensor with a leading layer dim, or has the layer's number in the key. An import reads
+either form; an export writes the stacked one. Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, param}.
+Padding rows in the vocabulary are dropped.
 """
 
 import math
@@ -114,7 +114,7 @@ class Parameter:
     shape: tuple[int, ...]
 
     def key_among(self, names: Container[str]) -> str:
-        """Find the parameter's key in a live Megatron-Core model, where layers are numbered and each parameter is one tensor."""
+        """Find the parameter's key in a live Megatron-Core model."""
         keys = [place.keys[0] for place in _candidates(self, "") if not place.stacked and len(place.keys) == 1]
         return next(key for key in keys if key in names)
 
@@ -178,10 +178,10 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
-    """Check that every model tensor is present with the right shape, and that no weight is left over.
+    """Check that a checkpoint has the model's tensors, and no other weights.
 
     Raises:
-        CheckpointError: tensors are missing, unknown, or have the wrong shape; the error lists them.
+        CheckpointError: tensors are missing, unknown, or have the wrong shape.
     """
     problems, used = [], set()
     for parameter in parameters(model):
@@ -208,7 +208,10 @@ def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
 
 
 def optimizer_format(source: TorchDist) -> str | None:
-    """Find the storage format of the optimizer state, as Megatron-Core spells it; None if the checkpoint has no such state."""
+    """Find the storage format of the optimizer state, as Megatron-Core spells it.
+
+    None if the checkpoint has no optimizer state.
+    """
     keys = (*source.tensors, *source.objects)
     if not any(key.startswith("optimizer.") or ".optimizer." in key for key in keys):
         return None
@@ -249,7 +252,10 @@ def check_optimizer(source: TorchDist) -> None:
 
 
 def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
-    """Count the extra rows in Megatron-Core's vocabulary and position tables; return {key: rows} for the tables that have any."""
+    """Count the extra rows in Megatron-Core's vocabulary and position tables.
+
+    Returns {key: rows} for the tables that have any.
+    """
     found = {}
     for parameter in parameters(model):
         if parameter.short in _MORE_ROWS and (place := _find(source, parameter, ("",))) is not None:
@@ -259,7 +265,9 @@ def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
 
 
 def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> Iterator[Shard]:
-    """Yield our whole tensors from a checkpoint that `check` accepts. Only one Megatron-Core tensor is in memory at a time.
+    """Yield our whole tensors from a checkpoint that `check` accepts.
+
+    Only one Megatron-Core tensor is in memory at a time.
 
     Raises:
         CheckpointError: part of a file disagrees with `.metadata`, or has elements that are not finite.
@@ -282,7 +290,7 @@ def export_chunks(
     """Yield Megatron-Core's tensors, one chunk per parameter and layer.
 
     Args:
-        read: function that returns our whole logical tensor for a name and kind.
+        read: function (name, kind) -> our whole logical tensor.
         dtype: dtype for the weights; None keeps the saved dtype.
         has_moments: whether to write the optimizer state too: moments, and the exact weights in their own dtype.
     """
@@ -296,7 +304,10 @@ def export_chunks(
 
 
 def empty_objects(model: ModelConfig) -> Iterator[str]:
-    """Yield the keys of extra state that Megatron-Core's modules expect in a checkpoint; without fp8 the state is empty."""
+    """Yield the keys of extra state that Megatron-Core's modules expect in a checkpoint.
+
+    The state is empty if there is no fp8.
+    """
     modules = [_QKV, "self_attention.linear_proj", "self_attention.core_attention", _FC1, "mlp.linear_fc2"]
     if model.qk_norm:
         modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
@@ -311,7 +322,10 @@ def empty_objects(model: ModelConfig) -> Iterator[str]:
 
 
 def _candidates(parameter: Parameter, below: str) -> list[_Place]:
-    """List the places where a checkpoint may store the parameter, with the key prefix `below`; an export writes to the first."""
+    """List the places where a checkpoint may store the parameter.
+
+    `below` is the key prefix. An export writes to the first place.
+    """
     places = []
     for keys in _KEYS[parameter.short]:
         if parameter.ahead is not None:
@@ -338,8 +352,8 @@ def _find(source: TorchDist, parameter: Parameter, prefixes: Sequence[str]) -> _
 def _expected(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> tuple[int, ...]:
     """Compute the shape that a key's tensor must have.
 
-    It has the leading layer dim if layers are stacked. A vocabulary or position table may have more rows than ours; the shape then
-    has the stored number of rows.
+    The shape has the leading layer dim if layers are stacked. A vocabulary or position table may have more rows than ours. The
+    shape then has the stored number of rows.
     """
     shape = (parameter.shape[0] // len(place.keys), *parameter.shape[1:])
     stored = source.tensors[key].shape
@@ -362,7 +376,7 @@ def _misfit(source: TorchDist, parameter: Parameter, place: _Place, key: str) ->
 
 
 def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> torch.Tensor:
-    """Read one key's part of a parameter: [rows, ..], without rows that our tensor does not have."""
+    """Read one key's part of a parameter, without rows that our tensor lacks."""
     stored, shape = source.tensors[key].shape, _expected(source, parameter, place, key)
     first: Box = ()
     if place.stacked and parameter.layer is not None:

@@ -1,7 +1,7 @@
-"""Write checkpoints in Megatron-Core's `torch_dist` format (see `files.py`) from one process, chunk by chunk.
+"""Write checkpoints in Megatron-Core's `torch_dist` format, chunk by chunk.
 
-Chunks are written by torch.save, and `.metadata` pickles torch.distributed.checkpoint's own records, as Megatron-Core expects.
-Megatron-Core's own writer needs a process group and the whole model in memory; this one holds one chunk at a time.
+The format is in `files.py`. `.metadata` pickles torch.distributed.checkpoint's own records, as Megatron-Core expects. One process
+writes, and holds one chunk at a time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ FILE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class OutgoingChunk:
-    """A chunk to write: the box at `offsets` in the tensor `key`, whose full shape is `shape`."""
+    """A chunk to write, at `offsets` in the tensor `key`. `shape` is the tensor's full shape."""
 
     key: str
     shape: tuple[int, ...]
@@ -41,7 +41,9 @@ def write_checkpoint(
     common: Mapping[str, Any],
     args: Mapping[str, Any],
 ) -> Path:
-    """Write `directory`/iter_<number>/ (or release/) completely or not at all, then record the iteration in the tracker file.
+    """Write `directory`/iter_<number>/ or `directory`/release/ completely or not at all.
+
+    Then the tracker file names the iteration.
 
     Args:
         directory: parent folder; created if missing.
@@ -84,7 +86,7 @@ def write_checkpoint(
 
 
 def _write_chunks(folder: Path, chunks: Iterable[OutgoingChunk], empty_objects: Iterable[str]) -> Any:
-    """Write the chunk files; return torch's metadata record for them."""
+    """Write the chunk files, and return torch's metadata record for them."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,

@@ -1,9 +1,9 @@
-"""Convert a Megatron-LM command line to a config, listing what was left out in a header comment.
+"""Convert a Megatron-LM command line to a config with a header comment.
 
     words -> Parsed -> sections -> Config, checked by all rules -> YAML
 
-An argument that changes training and has no counterpart here is refused, unless `--ignore` names it. All such arguments are
-reported at once. The config also states the values that Megatron-LM uses by default.
+The comment lists what was left out. An argument that changes training and has no counterpart here is refused, unless `--ignore`
+names it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,9 @@ Sections = dict[str, dict[str, Any]]
 
 
 def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignored: Sequence[str] = ()) -> str:
-    """Write the config, as YAML text, for the run that a Megatron-LM command line describes.
+    """Write the config for the run that a Megatron-LM command line describes.
+
+    The result is YAML text.
 
     Args:
         texts: command-line words, or texts with several words each; `@path` is replaced with the words in a file.
@@ -35,7 +37,7 @@ def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignor
         ignored: names of arguments to leave out; they must be unknown or have no counterpart.
 
     Raises:
-        ConfigError: the arguments have problems; all are listed.
+        ConfigError: the arguments have problems.
     """
     names = {name.lstrip("-") for name in ignored}
     parsed = parse(words_of(texts), names)
@@ -63,7 +65,7 @@ def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignor
 
 
 def _sections(parsed: Parsed, vocab_size: int | None) -> tuple[Sections, list[str]]:
-    """Build config sections, and notes for the user as comment texts; add problems to `parsed`."""
+    """Build config sections, and notes for the user as comment texts. Problems are added to `parsed`."""
     notes: list[str] = []
     training = training_fields(parsed, notes)
     sections = {"model": model_fields(parsed, vocab_size), **training}
@@ -97,7 +99,7 @@ def _head(parsed: Parsed, unknown: Sequence[str], notes: Sequence[str]) -> Itera
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    """Wrap the text into comment lines; all but the first are indented."""
+    """Wrap the text into comment lines, indented after the first."""
     line = "#"
     for word in text.split():
         if len(line) + 1 + len(word) > HEAD_WIDTH:

@@ -6,11 +6,10 @@ The tables below have a line for each argument, such as these (left) with their 
     swiglu switch                         true if given
     disable-bias-linear off @add_bias_linear      false if given; the parsed value has another name, add_bias_linear
 
-Names, types and defaults match Megatron-LM core_v0.16.1. `@name` gives the `dest` if it differs from the argument's name. A typed
-value without a default, or with the default `-`, is None if it is not given. Arguments without effect here (`without_effect.py`),
-and those without a counterpart (`no_counterpart.py`), have separate tables.
+`@name` gives the `dest` if it differs from the argument's name. A typed value without a default, or with the default `-`, is None
+if it is not given.
 
-Sources: megatron/training/arguments.py, and the TransformerConfig from which Megatron-LM generates further arguments.
+Sources: megatron/training/arguments.py in core_v0.16.1, and the TransformerConfig from which Megatron-LM generates more arguments.
 """
 
 from dataclasses import dataclass

@@ -30,7 +30,7 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
 def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
-    """Build the `model` section. If it cannot be built, add problems to `parsed` and return {}.
+    """Build the `model` section, or add problems to `parsed` and return {}.
 
     Args:
         vocab_size: number of tokens in the tokenizer; None takes it from the arguments.
@@ -84,7 +84,7 @@ def _completed(args: Fields) -> Fields:
 
 
 def _positions_have_rows(parsed: Parsed, args: Fields) -> None:
-    """Check that --max-position-embeddings fits the sample length; add problems to `parsed`."""
+    """Check that --max-position-embeddings fits the sample length. Problems are added to `parsed`."""
     rows = args["max_position_embeddings"]
     is_learned = args["position_embedding_type"] == "learned_absolute"
     if rows is not None and rows < args["seq_length"]:
@@ -132,9 +132,9 @@ def _read_latents(parsed: Parsed, args: Fields, model: Fields) -> None:
 
 
 def _magnitudes(factor: float, mscale: float, all_dim: float) -> Fields:
-    """Build the fields for the factor by which YaRN multiplies cos and sin: m(mscale) / m(all_dim).
+    """Build the fields for YaRN's factor on cos and sin.
 
-    m(x) is 0.1 * x * ln(factor) + 1 if `factor` is above 1, else 1.
+    The factor is m(mscale) / m(all_dim). m(x) is 0.1 * x * ln(factor) + 1 if `factor` is above 1, else 1.
     """
     if all_dim and mscale:
         return {"mscale": mscale, "mscale_all_dim": all_dim}
@@ -197,7 +197,7 @@ def _read_groups(parsed: Parsed, args: Fields, moe: Fields) -> None:
 
 
 def _balance(parsed: Parsed, args: Fields) -> Fields:
-    """Build the `balance` section; loss terms that depend on the layout are recorded in `parsed` as without a counterpart."""
+    """Build the `balance` section. Loss terms that depend on the layout are recorded in `parsed` as without a counterpart."""
     balance: Fields = {}
     if args["moe_router_enable_expert_bias"]:
         balance["bias_rate"] = args["moe_router_bias_update_rate"]
@@ -232,7 +232,7 @@ def _balance(parsed: Parsed, args: Fields) -> Fields:
 def _expert_layers(parsed: Parsed, given: Any, num_layers: int) -> list[str]:
     """List each layer's kind, "moe" or "dense".
 
-    A number n in `given` puts experts on every n-th layer, starting with the first; a list has a flag for each layer.
+    A number n in `given` puts experts on every n-th layer, starting with the first. A list has a flag for each layer.
     """
     if isinstance(given, int) and given > 0:
         flags = [int(layer % given == 0) for layer in range(num_layers)]

@@ -1,8 +1,7 @@
-"""List Megatron-LM's arguments that change training and have no counterpart here, with the reason.
+"""List Megatron-LM's arguments without a counterpart here, with the reason.
 
-An argument whose value switches its feature on is refused; one error names all such arguments. `--ignore NAME` leaves an argument
-out; a comment in the config then lists it. Supported arguments can also have values without a counterpart (`model_args.py`,
-`training_args.py`, `other_args.py`).
+An argument whose value switches its feature on is refused. `--ignore NAME` leaves the argument out, and a comment in the config
+lists it.
 """
 
 from collections.abc import Mapping

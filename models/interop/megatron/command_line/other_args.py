@@ -29,7 +29,7 @@ LEGACY_SPLIT = "969, 30, 1"
 
 
 def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Build the sections parallel, recompute and offload; add problems to `parsed`, and notes for the user to `notes`."""
+    """Build the sections parallel, recompute and offload. Problems are added to `parsed`, notes for the user to `notes`."""
     args = parsed.args
     tp, pp = args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]
     methods = {_CP_METHODS.get(method) for method in args["cp_comm_type"]}
@@ -58,7 +58,7 @@ def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
 
 
 def _stages(parsed: Parsed, pp: int) -> Fields:
-    """Build the `parallel` fields `vpp` (chunks per pipeline rank), and `layers_per_stage` if the stages' layers differ."""
+    """Build `parallel.vpp`, and `layers_per_stage` if stages differ."""
     args, problems = parsed.args, parsed.problems
     num_layers = args["num_layers"]
     ways = [
@@ -97,9 +97,9 @@ def _stages(parsed: Parsed, pp: int) -> Fields:
 
 
 def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> Fields:
-    """Build `layers_per_stage` for a pipeline whose first or last stage differs from the others in its number of layers.
+    """Build `layers_per_stage` for a pipeline whose first or last stage differs.
 
-    `more[0]` is 1 if the embedding counts as a layer of the first stage, else 0; `more[1]`: same for the loss in the last stage.
+    `more` is 1 for the embedding and the loss if they count as a layer of the first and the last stage, else 0.
     """
     args = parsed.args
     first, last = args["decoder_first_pipeline_num_layers"], args["decoder_last_pipeline_num_layers"]
@@ -168,7 +168,7 @@ def _recompute(parsed: Parsed, notes: list[str]) -> Fields:
 
 
 def run_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Build data, checkpoint, telemetry, runtime and, if needed, resilience and kernels sections.
+    """Build data, checkpoint, telemetry, runtime and other run sections.
 
     Problems are added to `parsed`, notes for the user to `notes`.
     """
@@ -231,7 +231,7 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
 
 
 def _blend(parsed: Parsed, name: str) -> list[dict[str, Any]]:
-    """Build data sources from the argument's words: weight, path, weight, path ..; or one path. All else is a problem."""
+    """Build data sources from the words weight, path, weight, path .., or one path."""
     words = parsed.args[name]
     if len(words) == 1:
         return [{"path": words[0]}]

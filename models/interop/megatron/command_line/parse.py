@@ -1,10 +1,8 @@
-"""Parse a Megatron-LM command line, and sort its arguments by what they mean here.
+"""Parse a Megatron-LM command line, and sort its arguments by their meaning here.
 
-    torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --bf16 --log-throughput --fp8-format hybrid
-                                               |                      |                `- no counterpart: refused, or ignored
-             the launcher's, left out          `- read: args          `- without effect here
-
-All problems are reported: unknown names with the nearest known one, missing or wrong values, unexpanded shell variables.
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --bf16 --log-throughput --fp8-format hybrid
+                                           |                      |                `- no counterpart: refused, or ignored
+         the launcher's, left out          `- read: args          `- without effect here
 """
 
 import ast
@@ -41,7 +39,7 @@ class Parsed:
         args: values of all supported arguments, by `Flag.dest`, as Megatron-LM's parser would set them, defaults included.
         given: names of the arguments that were given, without leading dashes, in order.
         without_effect: topic -> names of given arguments that have no effect here.
-        missing: name of an argument -> why its feature has no counterpart here; `model_args.py` and others add to it.
+        missing: name of an argument -> why its feature has no counterpart here.
         read: names of given arguments that are supported here.
         problems: problems with the command line, as sentences.
     """
@@ -54,7 +52,7 @@ class Parsed:
     problems: list[str] = field(default_factory=list)
 
     def lacks(self, name: str, why: str) -> None:
-        """Record that the feature that the argument `name` switches on has no counterpart here, and why; the first reason stays."""
+        """Record why a feature has no counterpart here. The argument `name` switches the feature on. The first reason stays."""
         self.missing.setdefault(name, why)
 
 
@@ -64,9 +62,9 @@ def is_argument(name: str) -> bool:
 
 
 def words_of(texts: Sequence[str]) -> list[str]:
-    """Split texts into words as a shell does; a word `@path` is replaced with the words in that file.
+    """Split texts into words as a shell does.
 
-    A file's lines may end in a backslash, and `#` starts a comment.
+    A word `@path` is replaced with the words in that file. A file's lines may end in a backslash, and `#` starts a comment.
 
     Raises:
         ConfigError: a quote is not closed, or a file cannot be read.
@@ -91,11 +89,11 @@ def words_of(texts: Sequence[str]) -> list[str]:
 
 
 def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
-    """Parse the words of a command line; problems are collected in the result.
+    """Parse the words of a command line, and collect problems in the result.
 
     Args:
         words: words from `words_of`; those up to and including pretrain_gpt.py are skipped.
-        ignored: names of arguments, without leading dashes, that are skipped with all their values if they are not supported.
+        ignored: names of arguments, without leading dashes, to skip with all their values if they are not supported.
     """
     parsed = Parsed({flag.dest: flag.default for flag in FLAGS.values()})
     values: dict[str, list[str]] = {}
@@ -137,7 +135,7 @@ def _split(text: str, source: str) -> list[str]:
 
 
 def _without_launcher(words: Sequence[str]) -> Sequence[str]:
-    """Drop the words up to and including the script's name; keep all if there is no script."""
+    """Drop the words up to and including the script's name, if there is a script."""
     script = next(
         (place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None
     )
@@ -146,7 +144,7 @@ def _without_launcher(words: Sequence[str]) -> Sequence[str]:
 
 
 def _by_name(words: Sequence[str], problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name without dashes, its values); words before the first name are a problem."""
+    """Yield each argument's name without dashes, and its values."""
     name: str | None = None
     found: list[str] = []
     strays = []
@@ -208,7 +206,9 @@ def _value(flag: Flag, found: list[str]) -> Any:
 
 
 def pattern(text: str) -> int | list[int]:
-    """Evaluate an integer, or a list expression with sums and multiples, such as ([0]*3+[1])*4; no other Python is accepted.
+    """Evaluate an integer, or a list expression.
+
+    The expression may have only sums and multiples, such as ([0]*3+[1])*4.
 
     Raises:
         ValueError: the text is another expression, or the list has more than `MOST_LISTED` entries.

@@ -1,6 +1,6 @@
-"""Convert a Megatron-LM command line's batch, optimizer and precision arguments to config sections.
+"""Convert Megatron-LM's batch, optimizer and precision arguments to config sections.
 
-Arguments are on the left, the config sections built from them on the right; (..) is the module that converts them:
+Arguments are on the left, the config sections built from them on the right. (..) is the module that converts them:
 
 --train-iters, or --train-samples          train: {steps}, or {tokens}
 --lr-decay-style, --lr-warmup-samples ..   optimizer: {lr_schedule, warmup_tokens, ..}           (../schedule.py)
@@ -32,7 +32,7 @@ _PAIRS = (
 
 
 def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Build the sections train, optimizer, precision and, if asked for, eval; {} if there are problems.
+    """Build train, optimizer, precision and eval sections, or {} if there are problems.
 
     Problems are added to `parsed`, notes for the user to `notes`.
     """
@@ -92,7 +92,7 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
 
 
 def _units_agree(parsed: Parsed, args: Fields) -> None:
-    """Add a problem for each length of the schedule that is in samples while the run's length is in iterations, or vice versa."""
+    """Add a problem for each schedule length whose unit differs from the run's. The units are samples and iterations."""
     if args["train_iters"] and args["train_samples"]:
         return
     unit, other = ("iters", "samples") if args["train_iters"] else ("samples", "iters")
@@ -124,7 +124,7 @@ _FP8_FORMATS = {"tensorwise": ("hybrid", "e4m3"), "blockwise": ("e4m3",), "mxfp8
 
 
 def _fp8(parsed: Parsed, args: Fields) -> Fields:
-    """Build the `fp8` section; empty if --fp8-format is not given."""
+    """Build the `fp8` section, empty without --fp8-format."""
     asked, recipe = args["fp8_format"], args["fp8_recipe"]
     if asked is None:
         return {}

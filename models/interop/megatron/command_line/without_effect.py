@@ -2,11 +2,11 @@
 
 The character after a name says how many values follow the argument:
 
-    name      none: a switch  name+     any number of values
+    name      none, a switch  name+     any number of values
     name=     one value       name?     at most one value
 
-Layout, overlap and kernel settings change results only by rounding. A setting for an optional feature has no effect by itself: the
-feature's switch is either mapped or has no counterpart (`no_counterpart.py`).
+Layout, overlap and kernel settings change results only by rounding. A setting for an optional feature has no effect without the
+feature's switch.
 
 Source: the argument parsers in Megatron-LM core_v0.8.0, 0.12.2, 0.16.1 and 0.19.0.
 """
