@@ -138,8 +138,9 @@ def build(
 
     layouts = layout_of(config, sizes, [parameter.record for parameter in parameters.values()])
     replica_axes = {name: axis for name in ("tp", "kv_replicas", "ends") if (axis := topology.optional_axis(name))}
-    reduce_axes = {name: axis for name in REDUCE_AXES if (axis := topology.optional_axis(name))}
-    buffers = GradBuffers(layouts, parameters, config.precision, topology.device, reduce_axes, replica_axes)
+    owners = {name: axis for name in REDUCE_AXES if (axis := topology.optional_axis(sizes.owner_axis(name)))}
+    state_replicas = topology.optional_axis("dp_replicas")
+    buffers = GradBuffers(layouts, parameters, config.precision, topology.device, owners, replica_axes, state_replicas)
     buffers.write(parameters, lambda some: fill(some, config.train.seed))
 
     activation_shape = (local_seq_length(config), config.train.micro_batch_size, model.hidden_size)

@@ -26,7 +26,8 @@ def describe_environment(engine: Engine) -> dict[str, Any]:
     return {
         "world_size": topology.grid.world_size,
         "nodes": topology.grid.num_nodes,
-        **{name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")},
+        **{name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "dp", "dp_replicas", "cp", "ep", "etp")},
+        "zero": config.parallel.zero,
         "sequence_parallel": config.parallel.sequence_parallel,
         "layers_per_stage": [stage.num_own for stage in engine.stages],
         "schedule": engine.schedule.name,

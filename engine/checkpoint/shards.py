@@ -38,7 +38,7 @@ def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
 
 def saved_buckets(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
     """Return the owned buckets that this rank saves. Only the first replica saves."""
-    return [owned for owned in optimizer.owned if owned.buffer.replica_index == 0]
+    return [owned for owned in optimizer.owned if owned.buffer.is_first]
 
 
 def having(buckets: Sequence[OwnedBucket], kind: Kind) -> Iterator[OwnedBucket]:

@@ -13,8 +13,8 @@ import torch
 
 from triaxis.engine.comm.topology import Topology
 
-ORDER = ("tp", "pp", "dp")
-"""Axes in the order in which rows travel along them."""
+ORDER = ("tp", "pp", "dp", "dp_shard", "dp_replicas")
+"""Axes in the order in which rows travel along them; the last two stand in place of `dp` if the state has replicas."""
 
 
 class Gathering:
@@ -26,7 +26,7 @@ class Gathering:
     def __init__(self, topology: Topology, row: torch.Tensor, purpose: str) -> None:
         self._topology = topology
         self._purpose = purpose
-        axes = [topology.axis(name) for name in ORDER]
+        axes = [axis for name in ORDER if (axis := topology.optional_axis(name))]
         # The first call stays in flight until `finish`; a one-rank axis makes no call.
         self._axes = [axis for axis in axes if axis.size > 1] or axes[:1]
         self._pending = self._axes[0].all_gather(row, purpose)
@@ -40,5 +40,6 @@ class Gathering:
             rows = axis.all_gather(rows, self._purpose).wait()
         if self._topology.rank:
             return None
-        tp, pp, dp = (self._topology.axis(name).size for name in ORDER)
-        return rows.view(dp, pp, tp, -1).transpose(0, 1).reshape(pp * dp * tp, -1)
+        sizes = self._topology.sizes
+        by_place = rows.view(sizes.dp_cp, sizes.pp, sizes.tp, -1).transpose(0, 1)
+        return by_place.reshape(sizes.world_size, -1)

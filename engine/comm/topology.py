@@ -14,6 +14,8 @@ topologies can live in one process. Axes by name:
     sample        the ranks that share each sample's tokens, cp x tp; this and the next two only in models with experts
     experts       the ranks that share a set of experts, ep x etp: tokens are dispatched here
     expert_dp     gradients of experts are summed here
+    dp_shard      in place of dp if the state has replicas: ranks that own a part each; expert_dp_shard likewise
+    dp_replicas   ranks that own the same part in different replicas
     world         all ranks
 
 Groups with the same ranks share one process group, except the two pipeline directions. If gloo serves a GPU, each process
@@ -39,6 +41,7 @@ from triaxis.engine.layout.axis_groups import (
     AXIS_NAMES,
     CONNECTED_LATER,
     OF_EXPERTS,
+    OF_REPLICAS,
     StreamUse,
     axis_groups,
     stream_use,
@@ -175,7 +178,7 @@ class Topology:
             raise TopologyError(
                 f"rank {self.rank} ({self.coordinates}) has no axis {name!r}; it has {', '.join(self._axes)}. "
                 "'ends' exists on the first and last stage, 'kv_replicas' where kv heads < tp, "
-                f"{', '.join(OF_EXPERTS)} in models with experts."
+                f"{', '.join(OF_EXPERTS)} in models with experts, {', '.join(OF_REPLICAS)} if parallel.dp_replicas > 1."
             )
         return axis
 

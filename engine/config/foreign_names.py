@@ -28,6 +28,7 @@ FOREIGN_NAMES = {
     "fsdp": "parallel.zero=3",
     "use_megatron_fsdp": "parallel.zero=3",
     "use_torch_fsdp2": "parallel.zero=3",
+    "num_distributed_optimizer_instances": "parallel.dp_replicas",
     "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
     "expert_tensor_parallel_size": "parallel.etp",
@@ -225,6 +226,8 @@ FOREIGN_NAMES = {
     "context_parallel_degree": "parallel.cp",
     "expert_parallel_degree": "parallel.ep",
     "pipeline_parallel_schedule": "schedule.name",
+    "data_parallel_replicate_degree": "parallel.dp_replicas",
+    "data_parallel_shard_degree": "parallel.dp_replicas (dp / shard degree)",
     "local_batch_size": "train.micro_batch_size",
     "seq_len": "model.seq_length",
     # Optimizers

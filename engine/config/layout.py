@@ -24,7 +24,7 @@ from triaxis.engine.config.section import (
     numbers,
 )
 from triaxis.engine.layout.partition import partition
-from triaxis.engine.layout.rank_rules import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes
+from triaxis.engine.layout.rank_rules import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes, uneven_replicas
 
 
 class ParallelConfig(Section):
@@ -41,6 +41,12 @@ class ParallelConfig(Section):
     zero: Literal[1, 2, 3] = Field(
         1,
         description="dp x cp ranks share 1: the optimizer's state; 2: layers' main grads too; 3: and weights",
+    )
+    dp_replicas: int = Field(
+        1,
+        gt=0,
+        le=MOST_RANKS,
+        description="copies of the state that zero cuts (HSDP); each is cut over dp / N x cp ranks",
     )
     cp: int = Field(
         1, gt=0, le=MOST_RANKS, description="context parallel: the tokens of each sample are cut over cp ranks"
@@ -326,6 +332,18 @@ def nodes_are_whole(subject: Subject) -> Iterator[Problem]:
         )
 
 
+def replicas_are_even(subject: Subject) -> Iterator[Problem]:
+    parallel, dp = subject.config.parallel, subject.dp
+    if dp is None:
+        return
+    expert_dp = dp * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
+    if rule := uneven_replicas(dp, expert_dp or dp, parallel.dp_replicas):
+        fits = math.gcd(dp, expert_dp or dp)
+        yield subject.problem(
+            "parallel.dp_replicas", rule, {"parallel.dp_replicas": divisors(fits, parallel.dp_replicas)}
+        )
+
+
 def ranks_can_be_listed(subject: Subject) -> Iterator[Problem]:
     parallel = subject.config.parallel
     world_size = parallel.tp * parallel.pp * parallel.cp * (subject.dp or 1)
@@ -347,6 +365,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     sequence_over_cp,
     heads_over_cp,
     axes_fill_world,
+    replicas_are_even,
     nodes_are_whole,
     ranks_can_be_listed,
 )

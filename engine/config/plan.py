@@ -152,6 +152,7 @@ def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelS
         tp=parallel.tp,
         pp=parallel.pp,
         dp=dp,
+        dp_replicas=parallel.dp_replicas,
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,

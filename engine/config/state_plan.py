@@ -74,8 +74,8 @@ def layout_of(config: Config, sizes: ParallelSizes, records: Sequence[ParamRecor
     """Lay out one rank's parameters, `records` in forward order, in the buffers of a run."""
     return layout_parameters(
         records,
-        dp=sizes.dp_cp,
-        expert_dp=sizes.expert_dp,
+        dp=sizes.owners("dp"),
+        expert_dp=sizes.owners("expert_dp"),
         bucket_numel=config.optimizer.bucket_bytes // ITEMSIZE[main_grad_dtype(config.precision)],
         zero=config.parallel.zero,
     )

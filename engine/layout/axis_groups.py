@@ -8,7 +8,13 @@ from triaxis.engine.layout.rank_grid import RankGrid
 OF_EXPERTS = ("sample", "experts", "expert_dp")
 """The axes that only models with experts have."""
 
-AXIS_NAMES = ("world", "tp", "cp", "dp", "pp", "pp_forward", "pp_backward", "ends", "kv_replicas", *OF_EXPERTS)
+OF_REPLICAS = ("dp_shard", "dp_replicas", "expert_dp_shard")
+"""The axes that stand in place of `dp` and `expert_dp` if there are replicas of the state (`parallel.dp_replicas`)."""
+
+AXIS_NAMES = (
+    *("world", "tp", "cp", "dp", "pp", "pp_forward", "pp_backward", "ends", "kv_replicas"),
+    *(*OF_EXPERTS, *OF_REPLICAS),
+)
 """Names that `axis_groups` may yield; those after `ends` only in some layouts."""
 
 CONNECTED_LATER = ("pp",)
@@ -22,7 +28,9 @@ def axis_groups(
     yield "world", [tuple(range(grid.world_size))], ""
     yield "tp", grid.groups("tp"), ""
     yield "cp", grid.groups("cp"), ""
-    yield "dp", grid.groups("dp", "cp"), ""
+    yield grid.sizes.owner_axis("dp"), grid.shards("dp"), ""
+    if grid.sizes.dp_replicas > 1:
+        yield "dp_replicas", grid.state_replicas(), ""
     yield "pp", grid.groups("pp"), ""
     yield "pp_forward", grid.groups("pp"), "forward"
     yield "pp_backward", grid.groups("pp"), "backward"
@@ -32,7 +40,7 @@ def axis_groups(
     if has_experts:
         yield "sample", grid.groups("cp", "tp"), ""
         yield "experts", grid.expert_blocks(), ""
-        yield "expert_dp", grid.expert_replicas(), ""
+        yield grid.sizes.owner_axis("expert_dp"), grid.shards("expert_dp"), ""
 
 
 class StreamUse(NamedTuple):
@@ -61,6 +69,7 @@ STREAM_USE: Mapping[str, StreamUse] = {
     # Buckets may arrive any time until the backward ends.
     "dp": StreamUse(is_urgent=False, max_ctas=16),
     "expert_dp": StreamUse(is_urgent=False, max_ctas=16),
+    **dict.fromkeys(OF_REPLICAS, StreamUse(is_urgent=False, max_ctas=16)),
 }
 """GPU use by axis; if axes share a group, the first one here wins. NCCL decides for all others. (Not measured on a GPU yet.)"""
 

@@ -34,7 +34,7 @@ class BufferKey:
     Attributes:
         replicas: axis over which other ranks hold the same parameters, or None.
         sum_over: axis for the second gradient sum, or None.
-        reduce_over: axis for the first gradient sum; its ranks each own a part of the optimizer's state.
+        reduce_over: axis for the first gradient sum; its ranks (in each replica of the state) own a part each.
         update: what changes them: the optimizer, a rule of their own, or nothing (frozen).
         cut: what each of these ranks keeps only its own part of.
     """
@@ -52,7 +52,7 @@ class BufferKey:
         Args:
             zero: stage of ZeRO. From 2 on, gradients of the layers' matrices are cut: nearly the whole model, and each layer's
                 backward computes all of its own.
-            owners: number of ranks of `reduce_over`; one rank has nothing to cut.
+            owners: number of ranks that own a part each; one rank has nothing to cut.
         """
         cut = _CUTS[zero - 1] if owners > 1 and record.spec.is_layer_matrix else "state"
         return cls(record.replicas, record.sum_over, record.reduce_over, record.update, cut)
@@ -162,9 +162,9 @@ def layout_parameters(
 
     Args:
         records: this rank's parameters, in forward order.
-        dp: size of the axis over which dense gradients are reduced.
+        dp: number of ranks that own a part of the dense parameters' state each.
         bucket_numel: number of elements at which a bucket is closed; where main grads are cut, a bucket is a layer.
-        expert_dp: size of the axis over which expert gradients are reduced.
+        expert_dp: the same for experts.
         zero: stage of ZeRO (`BufferKey.of`).
         alignment: number of elements; every owned part is padded to a multiple (64 elements are 256 bytes in fp32).
     """

@@ -19,6 +19,9 @@ For experts, a stage's dp x cp x tp ranks have a second set of axes, slow to fas
     edp, ep, etp        place in the stage = (edp_i * EP + ep_i) * ETP + etp_i        dp cp tp = edp ep etp
 
 ep x etp neighbours share one set of experts: each rank holds 1/ep of the experts, and 1/etp of each one's width.
+
+With R replicas of the state (HSDP), each stage is cut into R blocks of neighbours. State is cut over a block's data-parallel
+ranks (shard groups), and each block has a copy (replica groups: the same place in every block).
 """
 
 import math
@@ -27,7 +30,13 @@ from dataclasses import dataclass
 from itertools import product
 
 from triaxis.engine.errors import TopologyError
-from triaxis.engine.layout.rank_rules import partial_node, too_many_ranks, tp_across_nodes, uneven_experts
+from triaxis.engine.layout.rank_rules import (
+    partial_node,
+    too_many_ranks,
+    tp_across_nodes,
+    uneven_experts,
+    uneven_replicas,
+)
 from triaxis.engine.layout.shard_spec import ExpertPlace, ReduceAxis
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -39,6 +48,7 @@ class ParallelSizes:
     """Number of ranks on each axis, and sizes derived from them.
 
     Attributes:
+        dp_replicas: number of copies of the state that dp ranks cut: dp / dp_replicas x cp ranks own a part each.
         ep: number of ranks in a stage over which experts are cut; dp x cp x tp = expert_dp x ep x etp.
         etp: number of ranks in a stage over which each expert's width is cut.
         vpp: chunks per pipeline rank.
@@ -48,6 +58,7 @@ class ParallelSizes:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    dp_replicas: int = 1
     cp: int = 1
     ep: int = 1
     etp: int = 1
@@ -55,13 +66,15 @@ class ParallelSizes:
     is_v: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "cp", "ep", "etp", "vpp"):
+        for name in ("tp", "pp", "dp", "dp_replicas", "cp", "ep", "etp", "vpp"):
             if getattr(self, name) < 1:
                 raise TopologyError(
                     f"parallel.{name} = {getattr(self, name)}: sizes start at 1; an axis that is off has size 1."
                 )
         if rule := uneven_experts(self.tp * self.cp * self.dp, self.ep, self.etp):
             raise TopologyError(f"{self} {rule}. Choose sizes that divide it.")
+        if rule := uneven_replicas(self.dp, self.expert_dp, self.dp_replicas):
+            raise TopologyError(f"parallel.dp_replicas = {self.dp_replicas} {rule}. Choose sizes that divide.")
         if rule := too_many_ranks(self.world_size):
             raise TopologyError(f"{self} {rule}. Make the sizes smaller.")
 
@@ -71,7 +84,7 @@ class ParallelSizes:
 
     @property
     def dp_cp(self) -> int:
-        """Number of ranks over which dense gradients are summed and the optimizer's state is cut."""
+        """Number of ranks over which dense gradients are summed."""
         return self.dp * self.cp
 
     @property
@@ -81,12 +94,20 @@ class ParallelSizes:
 
     @property
     def expert_dp(self) -> int:
-        """Number of ranks over which an expert's gradients are summed and its optimizer state is cut."""
+        """Number of ranks over which an expert's gradients are summed."""
         return self.dp * self.cp * self.tp // self.expert_ranks
 
     def reduce_size(self, axis: ReduceAxis) -> int:
         """Look up the size of an axis named by `ParamRecord.reduce_over`."""
         return self.dp_cp if axis == "dp" else self.expert_dp
+
+    def owners(self, axis: ReduceAxis) -> int:
+        """Count the ranks of `axis` that own a part of the state each."""
+        return self.reduce_size(axis) // self.dp_replicas
+
+    def owner_axis(self, axis: ReduceAxis) -> str:
+        """Name the axis of the ranks of `axis` that own a part of the state each."""
+        return axis if self.dp_replicas == 1 else f"{axis}_shard"
 
     def expert_place(self, rank: int) -> ExpertPlace:
         """Find a rank's place among those that share its experts."""
@@ -110,12 +131,14 @@ class ParallelSizes:
     def product(self) -> str:
         """Axis sizes as a product: "tp 2 x pp 2 x dp 4", with cp if it is above 1."""
         context = f"cp {self.cp} x " if self.cp > 1 else ""
-        return f"tp {self.tp} x {context}pp {self.pp} x dp {self.dp}{self._experts(' ')}"
+        replicas = f" ({self.dp_replicas} replicas)" if self.dp_replicas > 1 else ""
+        return f"tp {self.tp} x {context}pp {self.pp} x dp {self.dp}{replicas}{self._experts(' ')}"
 
     def __str__(self) -> str:
         context = f" cp={self.cp}" if self.cp > 1 else ""
         chunks = f"vpp={self.vpp}{' in a V' if self.is_v else ''}"
-        return f"tp={self.tp}{context} pp={self.pp} {chunks} dp={self.dp}{self._experts('=')}"
+        replicas = f" dp_replicas={self.dp_replicas}" if self.dp_replicas > 1 else ""
+        return f"tp={self.tp}{context} pp={self.pp} {chunks} dp={self.dp}{replicas}{self._experts('=')}"
 
     def _experts(self, sign: str) -> str:
         """Write the expert sizes in words; "" if experts are not cut."""
@@ -226,6 +249,21 @@ class RankGrid:
             for place in range(size)
         )
 
+    def shards(self, axis: ReduceAxis) -> tuple[tuple[int, ...], ...]:
+        """List the groups whose ranks own a part of the same copy of the state each."""
+        groups = self.groups("dp", "cp") if axis == "dp" else self.expert_replicas()
+        return _runs(groups, self.sizes.owners(axis))
+
+    def state_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """List the groups whose ranks own the same part of the state, one rank for each copy."""
+        stage = self.world_size // self.sizes.pp
+        block = stage // self.sizes.dp_replicas
+        return tuple(
+            tuple(range(first + place, first + stage, block))
+            for first in range(0, self.world_size, stage)
+            for place in range(block)
+        )
+
     def tp_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
         """Cut each tensor-parallel group into runs of `block_size` neighbours.
 
@@ -238,12 +276,13 @@ class RankGrid:
             raise TopologyError(
                 f"tp={self.sizes.tp} cannot be cut into blocks of {block_size} ranks; some replicas would have no block."
             )
-        return tuple(
-            group[start : start + block_size]
-            for group in self.groups("tp")
-            for start in range(0, self.sizes.tp, block_size)
-        )
+        return _runs(self.groups("tp"), block_size)
 
     def _walk(self, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         for values in product(*(range(self.sizes.size(axis)) for axis in axes)):
             yield dict(zip(axes, values, strict=True))
+
+
+def _runs(groups: Sequence[tuple[int, ...]], size: int) -> tuple[tuple[int, ...], ...]:
+    """Cut each group into runs of `size` members."""
+    return tuple(group[start : start + size] for group in groups for start in range(0, len(group), size))

@@ -30,6 +30,14 @@ def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None
     )
 
 
+def uneven_replicas(dp: int, expert_dp: int, replicas: int) -> str | None:
+    """State the rule that `replicas` breaks if it does not divide the ranks that share gradients; None if it does."""
+    if dp % replicas == 0 and expert_dp % replicas == 0:
+        return None
+    divided = f"parallel.dp = {dp}" if dp % replicas else f"the {expert_dp} ranks that hold the same experts"
+    return f"must divide {divided}: replicas of the state would be cut over unequal numbers of ranks"
+
+
 def uneven_experts(stage_ranks: int, ep: int, etp: int) -> str | None:
     """State the rule that `ep` and `etp` break if sets of experts do not divide a stage's ranks evenly; None if they do."""
     if stage_ranks % (ep * etp) == 0:

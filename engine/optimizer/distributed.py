@@ -30,7 +30,8 @@ from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.layout.param_layout import Segment
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype
 from triaxis.engine.optimizer.apex_update import update_by_apex
-from triaxis.engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
+from triaxis.engine.optimizer.bucket import Bucket
+from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
 from triaxis.engine.optimizer.state import OptimizerState, read_master, write_master
 from triaxis.engine.optimizer.stretches import Run, Stretch, stretches
 from triaxis.engine.optimizer.updates import UPDATES, Update
@@ -143,7 +144,7 @@ class DistributedOptimizer:
         Only the first replica counts; padding has gradient zero.
         """
         # Replicas hold equal gradients after `GradBuffers.finish`; if each copy counted, they would outweigh cut parameters.
-        counted = [owned for owned in self.trained if owned.buffer.replica_index == 0]
+        counted = [owned for owned in self.trained if owned.buffer.is_first]
         total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
         for owned in counted:
             add_squares(total, owned.grads.to(owned.state.wide))

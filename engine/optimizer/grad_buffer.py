@@ -6,8 +6,9 @@ no main grads. Frozen parameters' gradients are computed and reduced like others
 
     start(m)          main grads are stale; each parameter expects m gradients per use, and the first overwrites.
     backward ...      each added gradient is counted (`grad_added`); a bucket's last one posts its reduce-scatter over
-                      dp (experts: expert_dp), which runs under the rest of the backward.
-    finish()          waits for the reduce-scatters, then all-reduces owned parts that are partial sums over a further axis.
+                      dp (experts: expert_dp), which runs under the rest of the backward. With replicas of the state (HSDP) it
+                      covers one replica's ranks, and an all-reduce of the owned part over the replicas follows.
+    finish()          waits for these, then all-reduces owned parts that are partial sums over a further axis.
     (optimizer)       writes the owned parameters.
     gather()          posts the all-gathers; `complete` waits for a bucket when the next forward needs it.
 
@@ -19,223 +20,19 @@ each microbatch (`Slot`), and weights are gathered at their use, not after an up
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
 from triaxis.engine.config.state_plan import MAIN_GRAD, NUM_SLOTS, WEIGHT, StateRow, state_rows
 from triaxis.engine.config.training import PrecisionConfig
-from triaxis.engine.kernels.weight_grad import add
-from triaxis.engine.layout.gather_order import GatherOrder
 from triaxis.engine.layout.param_layout import BucketLayout, BufferLayout
 from triaxis.engine.layout.shard_spec import ReduceAxis
 from triaxis.engine.numerics.precision import DTYPES, STORED_DTYPES
+from triaxis.engine.optimizer.bucket import Bucket, OnGrad, ReplicaSums, Slot, WeightSlots
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-
-OnGrad = Callable[[ShardedParameter], None]
-"""Called with a parameter whose gradient was added, before its bucket is reduced."""
-
-
-@dataclass
-class Slot:
-    """Scratch memory for the main grads of one bucket at a time, where a rank keeps only its own part of them (ZeRO-2).
-
-    Attributes:
-        grads: flat tensor of the longest of its buckets.
-        sending: bucket whose reduce-scatter reads the slot; None: the slot is free.
-    """
-
-    grads: torch.Tensor
-    sending: "Bucket | None" = None
-
-    def free(self) -> None:
-        """Wait for the bucket that was sent, and keep its sum."""
-        if self.sending is not None:
-            self.sending.keep_sum()
-            self.sending = None
-
-
-class WeightSlots:
-    """Two places for the weights of the buckets in use, where a rank keeps only its own part of them (ZeRO-3).
-
-    The first use of a bucket waits for its gather and posts the one of the bucket that follows. That gather overwrites a bucket
-    whose last use was posted before, so the order of the streams keeps it safe.
-
-    Args:
-        buckets: the buffer's buckets, each with its slot's memory.
-        slots: number of slots.
-    """
-
-    def __init__(self, buckets: "Sequence[Bucket]", slots: int) -> None:
-        self._buckets = buckets
-        self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
-        self._order = GatherOrder(len(buckets), slots)
-        self._held: list[Bucket | None] = [None] * slots
-        self._used: Bucket | None = None
-
-    def use(self, bucket: "Bucket") -> None:
-        """Wait until a bucket's weights are gathered; they stay complete until another bucket of the same buffer is used."""
-        for number in self._order.use(self._numbers[id(bucket)]):
-            gathered, slot = self._buckets[number], number % len(self._held)
-            held, self._held[slot] = self._held[slot], gathered
-            if held is not None:
-                # A gather that nobody used may still write here.
-                held.wait_for_gather()
-            gathered.post_gather()
-        bucket.wait_for_gather()
-        if self._used is not None:
-            self._used.is_complete = False
-        bucket.is_complete, self._used = True, bucket
-
-    def clear(self) -> None:
-        """Drop the gathered weights, which an update has changed."""
-        for bucket in self._buckets:
-            bucket.wait_for_gather()
-            bucket.is_complete = False
-            bucket.version += 1
-        self._order.clear()
-        self._used = None
-
-
-@dataclass
-class Bucket:
-    """A buffer range whose gradients are reduced in one call, and whose parameters are gathered in one.
-
-    Gradients come in rounds, each of which ends with a reduce-scatter. A bucket with whole main grads has one round in a step.
-    A bucket in a slot has one for each microbatch: it takes the slot at its first gradient, and adds the sum to its own part.
-
-    Attributes:
-        owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
-        owners: axis whose ranks own a part each.
-        weights: weights of the bucket [stop - start], a part of the buffer's or of a slot.
-        owned_weights: weights of the owned part: a part of `weights` unless there are slots.
-        grads: main grads of the bucket [stop - start], a part of the buffer's or of the slot.
-        owned_grads: main grads of the owned part, whole after `GradBuffers.finish`: a part of `grads` unless there is a slot.
-        slot: scratch memory for main grads that the bucket shares with others; None: `grads` are its own.
-        weight_slots: places for weights that the bucket shares with others; None: `weights` are its own.
-        expected: number of gradients of each parameter in a round; only parameters that get gradients.
-        missing: number of gradients that each parameter still expects in this round.
-        num_missing: sum of `missing`; 0 between rounds.
-        rounds_left: number of rounds of this step that have not begun.
-        has_sum: whether `owned_grads` have a sum of this step; only with a slot.
-        reducing, gathering: reduce-scatter and all-gather in flight, or None.
-        is_complete: whether `weights` are complete now.
-        stays: whether complete weights stay so until the next update: not in a slot.
-        version: number of changes of the weights.
-    """
-
-    layout: BucketLayout
-    owned: tuple[int, int]
-    owners: Axis
-    weights: torch.Tensor
-    owned_weights: torch.Tensor
-    grads: torch.Tensor
-    owned_grads: torch.Tensor
-    slot: Slot | None = None
-    weight_slots: WeightSlots | None = None
-    expected: dict[ShardedParameter, int] = field(default_factory=dict)
-    missing: dict[ShardedParameter, int] = field(default_factory=dict)
-    num_missing: int = 0
-    rounds_left: int = 0
-    has_sum: bool = False
-    on_grad: OnGrad | None = None
-    reducing: Pending | None = None
-    gathering: Pending | None = None
-    is_complete: bool = True
-    stays: bool = True
-    version: int = 0
-
-    def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
-        """Begin a step: main grads are stale, and each use of a parameter will add one gradient per microbatch."""
-        self.rounds_left, per_round = (1, num_microbatches) if self.slot is None else (num_microbatches, 1)
-        for parameter in self.expected:
-            self.expected[parameter] = parameter.num_uses * per_round
-        self.num_missing, self.has_sum, self.on_grad = 0, False, on_grad
-
-    def overwrites(self, parameter: ShardedParameter) -> bool:
-        """Return whether the parameter's next gradient replaces its main grad; called before each gradient is added.
-
-        The first gradient of a round takes the slot.
-        """
-        if self.num_missing == 0:
-            self._begin_round(parameter)
-        return self.missing[parameter] == self.expected[parameter]
-
-    def _begin_round(self, parameter: ShardedParameter) -> None:
-        assert self.rounds_left, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
-        self.rounds_left -= 1
-        self.missing = dict(self.expected)
-        self.num_missing = sum(self.missing.values())
-        if self.slot is not None:
-            self.slot.free()
-            # No gradient overwrites padding, and the norm reads it with the owned parts. Another bucket may have written here.
-            self.grads[self.layout.entries[-1].stop - self.layout.start :].zero_()
-
-    def grad_added(self, parameter: ShardedParameter) -> None:
-        """Count one gradient, from one use of the parameter in one microbatch; a round's last one posts the reduce-scatter."""
-        # Called before counting: the last gradient posts a reduce-scatter, which overwrites the owned main grads.
-        if self.on_grad is not None:
-            self.on_grad(parameter)
-        missing = self.missing[parameter] - 1
-        assert missing >= 0, (
-            f"{parameter.record.name}: a gradient came before its bucket had the others of the microbatch"
-        )
-        self.missing[parameter] = missing
-        self.num_missing -= 1
-        if self.num_missing == 0:
-            # [bucket] -> [bucket / owners], into this rank's part, without another buffer. Other parts keep this rank's own sums.
-            self.reducing = self.owners.reduce_scatter(self.grads, "gradients", out=self.own_part)
-            if self.slot is not None:
-                self.slot.sending = self
-
-    @property
-    def own_part(self) -> torch.Tensor:
-        """This rank's part of `grads`."""
-        start, stop = self.owned
-        return self.grads[start - self.layout.start : stop - self.layout.start]
-
-    def keep_sum(self) -> None:
-        """Wait for the reduce-scatter in flight, if there is one; with a slot, add its result to the owned main grads."""
-        if self.reducing is None:
-            return
-        self.reducing.wait()
-        self.reducing = None
-        if self.slot is not None:
-            add(self.owned_grads, self.own_part, overwrite=not self.has_sum)
-            self.has_sum = True
-
-    def gather(self) -> None:
-        """Post the all-gather for the updated parameters."""
-        self.post_gather()
-        self.version += 1
-        self.is_complete = False
-
-    def complete(self) -> None:
-        """Wait for the weights; in slots they are complete until another bucket of the buffer is used."""
-        if self.weight_slots is None:
-            self.wait_for_gather()
-            self.is_complete = True
-        else:
-            self.weight_slots.use(self)
-
-    def post_gather(self) -> None:
-        """Post the all-gather of the owned parts into `weights`."""
-        self.gathering = self.owners.all_gather(self.owned_weights, "parameters", out=self.weights)
-
-    def wait_for_gather(self) -> None:
-        """Wait for the all-gather in flight, if there is one."""
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-
-    def keep_weights(self) -> None:
-        """Keep the owned part of `weights`, which were written from outside."""
-        if self.weight_slots is not None:
-            start, stop = self.owned
-            self.owned_weights.copy_(self.weights[start - self.layout.start : stop - self.layout.start])
 
 
 @dataclass
@@ -246,8 +43,8 @@ class FlatBuffer:
         weights: tensors that hold the weights: one [layout.numel]; or the owned parts [layout.numel / owners] and the slots.
         grads: tensors that hold the main grads, likewise; none for untrained parameters.
         reduce_axis: axis whose ranks own a part of each bucket.
-        sum_axis: axis over which reduced gradients are still partial sums; None: they are whole.
-        replica_index: this rank's index among those that hold the same parameters.
+        sum_axis: axis over which reduced gradients are still partial sums, after the sum over replicas; None: they are whole.
+        is_first: whether no rank before this one owns the same parts: this rank counts and saves them.
         is_updated: whether the optimizer changes the parameters: they are trained, and not frozen.
         weight_slots: places for the weights in use; None: all weights are here.
     """
@@ -258,7 +55,7 @@ class FlatBuffer:
     buckets: list[Bucket]
     reduce_axis: Axis
     sum_axis: Axis | None
-    replica_index: int
+    is_first: bool
     is_updated: bool
     weight_slots: WeightSlots | None
 
@@ -273,8 +70,9 @@ class GradBuffers:
     Args:
         layouts: the frozen layout for this rank's parameters.
         parameters: the modules' parameters by name; they are bound to views into the flat tensors.
-        reduce_axes: axes over which gradients are reduced, by name, as far as this rank has them.
+        reduce_axes: axes whose ranks own a part of the state each, by the axis that gradients are reduced over.
         axes: axes over which replicas' gradients are summed, by name, as far as this rank has them.
+        state_replicas: axis whose ranks own the same parts (`parallel.dp_replicas`); None: there is one replica.
 
     Attributes:
         dtype: the run's dtype, which trained parameters have.
@@ -288,16 +86,19 @@ class GradBuffers:
         device: torch.device,
         reduce_axes: Mapping[ReduceAxis, Axis],
         axes: Mapping[str, Axis],
+        state_replicas: Axis | None = None,
     ) -> None:
         self.dtype = DTYPES[precision.dtype]
         self.device = device
         self.buffers: list[FlatBuffer] = []
+        self._replica_sums = None if state_replicas is None else ReplicaSums(state_replicas)
         for layout in layouts:
             key, owners = layout.key, reduce_axes[layout.key.reduce_over]
             rows = state_rows(key, precision)
             weights = _tensors(layout, rows[WEIGHT], owners, device)
             grads = _tensors(layout, rows[MAIN_GRAD], owners, device) if MAIN_GRAD in rows else []
-            buckets = _buckets(layout, owners, weights, grads)
+            buckets = _buckets(layout, owners, weights, grads, self._replica_sums)
+            holders = (state_replicas, None if key.replicas is None else axes[key.replicas])
             buffer = FlatBuffer(
                 layout=layout,
                 weights=weights,
@@ -305,7 +106,7 @@ class GradBuffers:
                 buckets=buckets,
                 reduce_axis=owners,
                 sum_axis=None if key.sum_over is None else axes[key.sum_over],
-                replica_index=0 if key.replicas is None else axes[key.replicas].index,
+                is_first=all(axis is None or axis.index == 0 for axis in holders),
                 is_updated=key.is_updated,
                 weight_slots=buckets[0].weight_slots,
             )
@@ -338,12 +139,14 @@ class GradBuffers:
         """Wait for the reductions; afterwards the owned part of each bucket holds the whole gradient."""
         late = [name for bucket in self.buckets for name in _late(bucket)]
         assert not late, f"gradients are missing at the end of the step: {', '.join(late[:5])}"
+        if self._replica_sums is not None:
+            self._replica_sums.finish()
         sums = []
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 bucket.keep_sum()
-                # The second sum comes after the first, on [bucket / owners] elements in place of [bucket]. Replicas cut a buffer
-                # alike (`param_layout.py`), so they own the same parts and post these calls in the same order.
+                # This sum is the last, on [bucket / owners] elements in place of [bucket]. Replicas cut a buffer alike
+                # (`param_layout.py`), so they own the same parts and post these calls in the same order.
                 if buffer.sum_axis is not None and bucket.expected:
                     sums.append(buffer.sum_axis.all_reduce(bucket.owned_grads, REPLICA_GRADIENTS))
         for pending in sums:
@@ -405,7 +208,11 @@ def _tensors(layout: BufferLayout, row: StateRow, owners: Axis, device: torch.de
 
 
 def _buckets(
-    layout: BufferLayout, owners: Axis, weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    layout: BufferLayout,
+    owners: Axis,
+    weights: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    replica_sums: ReplicaSums | None,
 ) -> list[Bucket]:
     """Build a buffer's buckets over its tensors."""
     slots = [Slot(scratch) for scratch in grads[1:]]
@@ -414,7 +221,7 @@ def _buckets(
         owned = bucket.owned(owners.size, owners.index)
         places = [_places(bucket, owned, owners.size, tensors, number) for tensors in (weights, grads)]
         slot = slots[number % len(slots)] if slots else None
-        buckets.append(Bucket(bucket, owned, owners, *places[0], *places[1], slot))
+        buckets.append(Bucket(bucket, owned, owners, *places[0], *places[1], slot, replica_sums=replica_sums))
     if weights[1:]:
         in_slots = WeightSlots(buckets, len(weights[1:]))
         for each in buckets:

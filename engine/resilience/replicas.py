@@ -1,8 +1,9 @@
 """Detection of silent corruption: ranks with the same weights compare fingerprints.
 
     replicated weights                                          compared over
-    every weight but experts', on all data-parallel ranks       dp
-    experts' weights                                            expert_dp
+    every weight but experts', on all data-parallel ranks       dp (dp_shard, with replicas of the state)
+    experts' weights                                            expert_dp (expert_dp_shard)
+    all of these, if the state has replicas                     dp_replicas
     norms, row-parallel biases, learned positions               tp
     key/value weights, where kv heads < tp                      kv_replicas
     tied embedding                                              ends (first and last stage)
@@ -92,14 +93,15 @@ class ReplicaCheck:
 
 def _groups(engine: Engine) -> Iterator[Group]:
     topology, names = engine.topology, list(engine.parameters)
-    for name in (*REDUCE_AXES, "tp", "kv_replicas", "ends"):
+    owners = {name: topology.sizes.owner_axis(name) for name in REDUCE_AXES}
+    for name in (*owners.values(), "dp_replicas", "tp", "kv_replicas", "ends"):
         axis = topology.optional_axis(name)
         if axis is None:
             continue
         held = [
             place
             for place, parameter in enumerate(engine.parameters.values())
-            if name in (parameter.record.reduce_over, parameter.record.replicas)
+            if name in (owners[parameter.record.reduce_over], "dp_replicas", parameter.record.replicas)
         ]
         if held:
             places = to_device(held, torch.int64, topology.device)

@@ -20,7 +20,7 @@ from triaxis.engine.layout.shard_spec import ParamRecord
 
 
 class ParameterBucket(Protocol):
-    """Bucket that holds a parameter (`triaxis.engine.optimizer.grad_buffer.Bucket`).
+    """Bucket that holds a parameter (`triaxis.engine.optimizer.bucket.Bucket`).
 
     Attributes:
         is_complete: whether the bucket's weights are complete now.

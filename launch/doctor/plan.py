@@ -6,6 +6,7 @@ from pathlib import Path
 from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
+from triaxis.engine.layout.axis_groups import OF_REPLICAS
 from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
 from triaxis.launch.doctor.records import Needs, Size
 from triaxis.models.predict.rank_memory import resolve_recompute
@@ -13,7 +14,19 @@ from triaxis.models.predict.terms import accumulation_bytes
 from triaxis.models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
 from triaxis.models.specs import num_parameters
 
-AXES = ("tp", "cp", "kv_replicas", "sample", "experts", "expert_dp", "dp", "ends", "pp_forward", "pp_backward")
+AXES = (
+    "tp",
+    "cp",
+    "kv_replicas",
+    "sample",
+    "experts",
+    "expert_dp",
+    "dp",
+    *OF_REPLICAS,
+    "ends",
+    "pp_forward",
+    "pp_backward",
+)
 """Axes in the order of measurement; `world` is left out, since it carries only a few bytes per step."""
 
 NODE_PATH_BYTES = 4 * 2**20
@@ -46,11 +59,12 @@ def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
 
 def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
     others = {
-        "dp": sizes.dp_cp,
+        sizes.owner_axis("dp"): sizes.owners("dp"),
+        sizes.owner_axis("expert_dp"): sizes.owners("expert_dp"),
+        "dp_replicas": sizes.dp_replicas,
         "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
         "sample": sizes.cp * sizes.tp,
         "experts": sizes.expert_ranks,
-        "expert_dp": sizes.expert_dp,
         "ends": sizes.num_ends,
     }
     return others.get(axis) or sizes.size(axis.partition("_")[0])

@@ -82,7 +82,7 @@ def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool
     # The head cancels in the difference, and its loss takes many operators.
     model = config.model.model_copy(update={"num_layers": num_layers, "mtp": None, "vocab_size": 8 * sizes.tp})
     parallel = config.parallel.model_copy(
-        update={"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "etp": 1, "layers_per_stage": None}
+        update={"pp": 1, "vpp": 1, "dp": 1, "dp_replicas": 1, "ep": 1, "etp": 1, "layers_per_stage": None}
     )
     recompute = RecomputeConfig(
         gathered_inputs=config.recompute.gathered_inputs, gathered_kv=config.recompute.gathered_kv

@@ -126,7 +126,7 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
         "data": {"synthetic": True, "tokenizer": recorded_tokenizer(candidate) or BYTES},
         "precision": saved.get("precision") or {"dtype": DTYPE_OF_WEIGHTS[max(dtypes)]},
         "kernels": saved.get("kernels", {}),
-        "parallel": {"dp": 1},
+        "parallel": {"dp": 1, "dp_replicas": 1},
         "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1, **train},
     }
 

@@ -45,6 +45,11 @@ def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
     if sizes.cp > 1 and sizes.dp > 1:
         meaning = "gradients are summed, and the optimizer's state is cut"
         lines += ["", *_group_lines(grid, "dp and cp", meaning, grid.groups("dp", "cp"))]
+    if sizes.dp_replicas > 1:
+        meaning = "each rank owns a part of the same copy of the state"
+        lines += ["", *_group_lines(grid, "dp shard", meaning, grid.shards("dp"))]
+        meaning = "ranks own the same part, in different copies of the state"
+        lines += ["", *_group_lines(grid, "dp replicas", meaning, grid.state_replicas())]
     if model is not None and model.tie_embeddings and sizes.pp > 1:
         meaning = "first and last stage hold the tied embedding"
         lines += ["", *_group_lines(grid, "ends", meaning, grid.end_stage_groups())]

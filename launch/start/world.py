@@ -112,7 +112,8 @@ def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence
             tp = model_ranks // pp
             etp = 1 if config.parallel.etp == 1 else tp
             ep = math.gcd(config.parallel.ep, tp * dp // etp)
-            sizes = {"tp": tp, "cp": 1, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": etp}
+            replicas = math.gcd(config.parallel.dp_replicas, dp, tp * dp // (ep * etp))
+            sizes = {"tp": tp, "cp": 1, "pp": pp, "vpp": 1, "dp": dp, "dp_replicas": replicas, "ep": ep, "etp": etp}
             parallel = config.parallel.model_copy(update=sizes)
             ranks_per_node, rest = divmod(model_ranks * dp, num_nodes)
             changed = config.model_copy(update={"parallel": parallel})
@@ -130,6 +131,7 @@ def _too_few(
     choices = []
     if smaller := _smaller(config, num_gpus, num_nodes, more_rules):
         names = ["tp", "pp", "vpp", "dp", *(["cp"] if context else []), *(["ep", "etp"] if config.model.moe else [])]
+        names += ["dp_replicas"] if parallel.dp_replicas > 1 else []
         words = " ".join(f"parallel.{name}={getattr(smaller, name)}" for name in names)
         choices.append(f"{words}   in place of its layout: a smaller one")
     choices.append("runtime.device=cpu   trains on the CPU")

@@ -26,7 +26,7 @@ COLLAPSED: Mapping[str, Mapping[str, object]] = {
     "tp": {"tp": 1, "sequence_parallel": False},
     "pp": {"pp": 1, "vpp": 1, "layers_per_stage": None},
     "cp": {"cp": 1},
-    "dp": {"dp": 1},
+    "dp": {"dp": 1, "dp_replicas": 1},
     "ep": {"ep": 1},
     "etp": {"etp": 1},
 }
@@ -121,6 +121,8 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
         changes["sp=false"] = {"parallel": {"sequence_parallel": False}}
     if vanished & {"dp", "cp"} and parallel.zero > 1:
         changes["zero=1"] = {"parallel": {"zero": 1}}
+    if vanished & {"dp", "cp"} and parallel.dp_replicas > 1:
+        changes["dp_replicas=1"] = {"parallel": {"dp_replicas": 1}}
     if "pp" in vanished and parallel.vpp > 1:
         changes["vpp=1"] = {"parallel": {"vpp": 1, "layers_per_stage": None}}
     if not vanished:

@@ -48,6 +48,7 @@ ONE_PROCESS = {
     "pp": 1,
     "vpp": 1,
     "dp": 1,
+    "dp_replicas": 1,
     "cp": 1,
     "ep": 1,
     "etp": 1,

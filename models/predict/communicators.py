@@ -38,10 +38,12 @@ def communicator_bytes(sizes: ParallelSizes, kv_heads: int | None, *, has_expert
         kv_heads: number of the model's key/value heads; None: as many as query heads.
         has_experts: the model has experts, and so process groups for the experts' tokens and gradients.
     """
-    # Groups and neighbours depend on dp and cp only up to 2, and on pp only up to 3. So a small grid represents a large one,
-    # whose groups would take long to list. Ranks that share experts may span all cp ranks.
+    # Groups and neighbours depend on dp, its replicas and cp only up to 2, and on pp only up to 3. So a small grid represents a
+    # large one, whose groups would take long to list. Ranks that share experts may span all cp ranks.
     cp = min(sizes.cp, 2) if sizes.expert_ranks == 1 else sizes.cp
-    small = replace(sizes, pp=min(sizes.pp, 3), dp=_fewest_dp(sizes), cp=cp)
+    replicas = min(sizes.dp_replicas, 2)
+    dp = replicas * _fewest_dp(replace(sizes, dp=sizes.dp // sizes.dp_replicas, dp_replicas=1))
+    small = replace(sizes, pp=min(sizes.pp, 3), dp=dp, dp_replicas=replicas, cp=cp)
     grid = RankGrid(small, allow_tp_across_nodes=True)
     by_stage = []
     for pp in range(small.pp):

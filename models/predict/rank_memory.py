@@ -216,7 +216,8 @@ class _Pipeline:
     def of(cls, config: Config, sizes: ParallelSizes, memo: Memo | None = None) -> "_Pipeline":
         memo = {} if memo is None else memo
         cut = StageCut.of(config, memo)
-        layout = ("state", sizes.tp, sizes.dp_cp, sizes.ep, sizes.etp, config.parallel.sequence_parallel)
+        parallel = config.parallel
+        layout = ("state", sizes.tp, sizes.owners("dp"), sizes.ep, sizes.etp, parallel.zero, parallel.sequence_parallel)
         for stages, contents in cut.ranks:
             if (*layout, contents) not in memo:
                 memo[*layout, contents] = state_bytes(config, sizes, [cut.stages[stage] for stage in stages])
@@ -469,8 +470,10 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
                 yield "recompute", choice_for_layers(recompute, granularity="selective", modules=modules)
     if sizes.tp > 1 and not config.parallel.sequence_parallel:
         yield "parallel.sequence_parallel", True
-    if sizes.dp_cp > 1:
+    if sizes.owners("dp") > 1:
         yield from (("parallel.zero", zero) for zero in range(config.parallel.zero + 1, 4))
+    if sizes.dp_replicas > 1:
+        yield "parallel.dp_replicas", 1
     if recompute.head_tokens is None:
         yield "recompute.head_tokens", HEAD_TOKENS
     yield from _more_offloaded(config, sizes)

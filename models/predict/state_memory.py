@@ -34,7 +34,7 @@ def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageCont
     nbytes = dict.fromkeys((WEIGHT, MAIN_GRAD), 0)
     optimizer = 0
     for layout in layout_of(config, sizes, records):
-        owners = sizes.reduce_size(layout.key.reduce_over)
+        owners = sizes.owners(layout.key.reduce_over)
         for kind, row in state_rows(layout.key, config.precision, config.state_kinds).items():
             if kind in nbytes:
                 nbytes[kind] += row.nbytes(layout, owners)

@@ -335,10 +335,11 @@ def _data_parallel(
         "tp": sizes.tp,
         "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
         "ends": sizes.num_ends,
+        "dp_replicas": sizes.dp_replicas,
     }
     for layout in layout_of(config, sizes, held_records(config, sizes, stages, at.tp)):
         key = layout.key
-        owners = sizes.reduce_size(key.reduce_over)
+        owners, axis = sizes.owners(key.reduce_over), sizes.owner_axis(key.reduce_over)
         # What is not trained has no gradient: every rank changes it alike.
         if not key.is_trained:
             continue
@@ -348,13 +349,13 @@ def _data_parallel(
             numel = bucket.stop - bucket.start
             # A bucket in a slot is reduced after each microbatch.
             sums = 1 if key.cut == "state" else m
-            tally.add(key.reduce_over, "gradients", "reduce_scatter", owners, numel * main_grad, sums)
+            tally.add(axis, "gradients", "reduce_scatter", owners, numel * main_grad, sums)
             gathers = int(key.is_updated) if layout_gathers is None else layout_gathers[number]
-            tally.add(key.reduce_over, "parameters", "all_gather", owners, numel * element // owners, gathers)
-            if key.sum_over is not None:
-                tally.add(
-                    key.sum_over, REPLICA_GRADIENTS, "all_reduce", axis_sizes[key.sum_over], numel * main_grad // owners
-                )
+            tally.add(axis, "parameters", "all_gather", owners, numel * element // owners, gathers)
+            for over in ("dp_replicas", key.sum_over):
+                if over is not None:
+                    size = axis_sizes[over]
+                    tally.add(over, REPLICA_GRADIENTS, "all_reduce", size, numel * main_grad // owners)
 
 
 def _gathers(

@@ -23,7 +23,7 @@ LAYOUTS = (
     {"pp": 2, "vpp": 2, "dp": 2, "zero": 2, "layers_per_stage": (2, 1, 2, 1), "micro_batch_size": 4},
     {"tp": 2, "pp": 2, "dp": 2, "bucket_bytes": 700, "micro_batch_size": 6},
     {"tp": 8, "micro_batch_size": 24},
-    {"dp": 8, "zero": 3, "micro_batch_size": 1},
+    {"dp": 8, "dp_replicas": 2, "zero": 3, "micro_batch_size": 1},
     {"pp": 4, "schedule": "gpipe", "layers_per_stage": (3, 0, 2, 1), "micro_batch_size": 8},
     {
         "tp": 2,
@@ -112,7 +112,7 @@ def every_replica_saves_layers_ahead() -> None:
 
     def with_replicas(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
         ahead = [owned for owned in optimizer.owned if any(".mtp." in part.record.name for part in owned.segments)]
-        return [*found(optimizer), *(owned for owned in ahead if owned.buffer.replica_index > 0)]
+        return [*found(optimizer), *(owned for owned in ahead if not owned.buffer.is_first)]
 
     triaxis.engine.checkpoint.writer.saved_buckets = with_replicas
 

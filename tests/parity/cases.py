@@ -105,6 +105,7 @@ class Case:
     gathered_kv: str = "auto"
     cp_gradients: str = "run"
     zero: int = 1
+    dp_replicas: int = 1
     """What dp x cp ranks share: the optimizer's state, from 2 on main grads too."""
     ep: int = 1
     """Ranks over which experts are cut, and the width of each."""
@@ -125,6 +126,7 @@ class Case:
         parts += [f"kv-{self.gathered_kv}"] if self.gathered_kv != "auto" else []
         parts += [f"sums-{self.cp_gradients}"] if self.cp_gradients != "run" else []
         parts += [f"zero{self.zero}"] if self.zero > 1 else []
+        parts += [f"replicas{self.dp_replicas}"] if self.dp_replicas > 1 else []
         parts += [f"ep{self.ep}"] if self.ep > 1 else []
         parts += [f"etp{self.etp}"] if self.etp > 1 else []
         parts += [self.dispatch] if self.dispatch != "auto" else []
@@ -192,6 +194,7 @@ class Case:
                     "dp": self.dp,
                     "cp": self.cp,
                     "zero": self.zero,
+                    "dp_replicas": self.dp_replicas,
                     "ep": self.ep,
                     "etp": self.etp,
                     "cp_method": self.cp_method,

@@ -14,7 +14,7 @@ from tests.parity.cases import Case, build_rank, load_weights, owned_pieces, wei
 from tests.planting import Plant, run_planted
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.optimizer.grad_buffer import Bucket
+from triaxis.engine.optimizer.bucket import Bucket
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 pytestmark = pytest.mark.distributed

@@ -47,7 +47,7 @@ def snapshots(
     for step in range(num_steps):
         losses = engine.forward_backward(batches.next_step())
         if step == skipped and rank == 0:
-            next(owned for owned in engine.optimizer.trained if owned.buffer.replica_index == 0).grads[0] = torch.inf
+            next(owned for owned in engine.optimizer.trained if owned.buffer.is_first).grads[0] = torch.inf
         result = engine.update(losses, lr=1e-2 / (step + 1)).wait()
         assert (result.skip == "overflowed") == (step == skipped)
         found.append((owned_pieces(engine, "master"), owned_pieces(engine, "ema")))

@@ -82,7 +82,7 @@ def planted(rank: int, case: Case) -> tuple[list[float | None], list[int], int]:
         losses = engine.forward_backward(batches.next_step())
         where, value = PLANTED.get(step, (None, 0.0))
         if where is not None and engine.topology.rank == where % case.world_size:
-            counted = next(owned for owned in engine.optimizer.trained if owned.buffer.replica_index == 0)
+            counted = next(owned for owned in engine.optimizer.trained if owned.buffer.is_first)
             counted.grads[0] = value
         before = [piece.values for piece in owned_pieces(engine, "master")]
         result = engine.update(losses, LR).wait()

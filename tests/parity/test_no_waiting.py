@@ -196,7 +196,7 @@ def diverge(rank: int, case: Case, where: str) -> tuple[list[str], bool, int]:
         losses = engine.forward_backward(batches.next_step())
         if step == 0 and where == "gradient" and rank == case.world_size - 1:
             # Replicas are equal, so the norm counts the first one only.
-            next(owned for owned in engine.optimizer.owned if owned.buffer.replica_index == 0).grads[0] = torch.inf
+            next(owned for owned in engine.optimizer.owned if owned.buffer.is_first).grads[0] = torch.inf
         if step == 0 and where == "loss":
             losses.sums[0] = torch.nan
         result = engine.update(losses, 1e-2)

@@ -17,7 +17,7 @@ from tests.parity.test_latent_attention import COVERING as LATENTS
 from tests.parity.test_mtp import COVERING as MTP
 from tests.parity.test_parity import CHEAP_WITH_ROPE, COVERING, COVERING_TOO, SELECTIVE, check, compare
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.optimizer.grad_buffer import Bucket, Slot, WeightSlots
+from triaxis.engine.optimizer.bucket import Bucket, Slot, WeightSlots
 from triaxis.models.specs import model_specs
 
 CELLS = [
@@ -49,6 +49,23 @@ CELLS = [
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", [replace(case, zero=2 + number % 2) for number, case in enumerate(CELLS)], ids=str)
 def test_cells_equal_the_oracle(case: Case) -> None:
+    compare(case)
+
+
+REPLICATED = [
+    Case("gpt", dp=4, dp_replicas=2, num_layers=2, global_batch_size=8),
+    Case("gpt_untied", dp=4, dp_replicas=4, zero=3, num_layers=2, global_batch_size=8),
+    Case("mqa_rope_bias", tp=2, dp=4, dp_replicas=2, zero=3, num_layers=3, global_batch_size=8),
+    Case("gpt", pp=2, dp=4, dp_replicas=2, zero=2, num_layers=4, global_batch_size=8, bucket_bytes=1),
+    Case("qwen", cp=2, dp=2, dp_replicas=2, zero=2, documents=True, num_layers=2, global_batch_size=8),
+    Case("deepseek", dp=4, ep=2, dp_replicas=2, zero=3, dispatch="all_to_all", global_batch_size=8),
+]
+"""Replicas of the state (HSDP) with every stage; tied ends, replicated heads, parts of samples, experts."""
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", REPLICATED, ids=str)
+def test_replicas_of_the_state_equal_the_oracle(case: Case) -> None:
     compare(case)
 
 

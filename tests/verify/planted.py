@@ -141,7 +141,7 @@ def gradient_norm_counts_replicas() -> None:
 
     def counted(self: DistributedOptimizer) -> torch.Tensor:
         for owned in self.owned:
-            owned.buffer.replica_index = 0
+            owned.buffer.is_first = True
         return square_sum(self)
 
     DistributedOptimizer.grad_square_sum = counted  # type: ignore[method-assign]
@@ -260,6 +260,7 @@ def is_embedding(name: str) -> bool:
     return name == "embedding.word.weight"
 
 
+REPLICAS = Case("gpt", dp=4, dp_replicas=2, num_layers=3)
 CUT_GRADIENTS = Case("gpt", dp=2, zero=2, num_layers=3)
 
 BUGS = (
@@ -479,5 +480,21 @@ BUGS = (
         is_matrix,
         "dp",
         "all-gather",
+    ),
+    Bug(
+        planted_zero.an_owned_part_is_not_summed_over_replicas,
+        REPLICAS,
+        "gradient",
+        anything,
+        "dp",
+        "vanishes with dp=1, with dp_replicas=1",
+    ),
+    Bug(
+        planted_zero.gradient_norm_counts_replicas_of_the_state,
+        REPLICAS,
+        "gradient norm",
+        anything,
+        "dp",
+        "with dp_replicas=1",
     ),
 )

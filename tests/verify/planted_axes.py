@@ -18,8 +18,9 @@ from triaxis.engine.data.sampler import step_sample_ids
 from triaxis.engine.head.cross_entropy import LocalTargets
 from triaxis.engine.layout.shard_spec import ParamRecord
 from triaxis.engine.linear.layers import RowParallelLinear
+from triaxis.engine.optimizer.bucket import Bucket
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
-from triaxis.engine.optimizer.grad_buffer import Bucket, GradBuffers
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.pipeline.executor import Executor, _Run
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
@@ -138,7 +139,7 @@ def the_last_stage_keeps_its_old_embedding() -> None:
     step = DistributedOptimizer.step
 
     def kept(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
-        ends = [one for one in self.owned if one.buffer.layout.key.replicas == "ends" and one.buffer.replica_index == 1]
+        ends = [one for one in self.owned if one.buffer.layout.key.replicas == "ends" and not one.buffer.is_first]
         masters = [one.state.read("master").clone() for one in ends]
         step(self, *args, **kwargs)
         for one, master in zip(ends, masters, strict=True):
@@ -236,7 +237,7 @@ def gradient_norm_counts_whole_buckets() -> None:
     def counted(self: DistributedOptimizer) -> torch.Tensor:
         total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
         for owned in self.owned:
-            if owned.buffer.replica_index == 0:
+            if owned.buffer.is_first:
                 add_squares(total, owned.bucket.grads.to(self.wide))
         return total
 

@@ -1,6 +1,12 @@
-"""Bugs in the main grads and weights of which a rank keeps its part (ZeRO-2 and 3), planted by name; see `planted.py`."""
+"""Bugs in main grads and weights of which a rank keeps its part (ZeRO-2 and 3), or of which there are replicas (HSDP).
 
-from triaxis.engine.optimizer.grad_buffer import Bucket, Slot, WeightSlots
+They are planted by name; see `planted.py`.
+"""
+
+import torch
+
+from triaxis.engine.optimizer.bucket import Bucket, ReplicaSums, Slot, WeightSlots
+from triaxis.engine.optimizer.distributed import DistributedOptimizer
 
 
 def a_microbatchs_sum_is_added_twice() -> None:
@@ -37,3 +43,26 @@ def a_layer_keeps_its_weights_of_the_step_before() -> None:
         self._order._held, self._used = held, used
 
     WeightSlots.clear = stale  # type: ignore[method-assign]
+
+
+def an_owned_part_is_not_summed_over_replicas() -> None:
+    """The step's first bucket to be reduced is lost."""
+    sent = ReplicaSums.sent
+
+    def late(self: ReplicaSums, bucket: Bucket | None) -> None:
+        if self._sent is not None and not self._summing:
+            self._sent = None
+        sent(self, bucket)
+
+    ReplicaSums.sent = late  # type: ignore[method-assign]
+
+
+def gradient_norm_counts_replicas_of_the_state() -> None:
+    square_sum = DistributedOptimizer.grad_square_sum
+
+    def counted(self: DistributedOptimizer) -> torch.Tensor:
+        for owned in self.owned:
+            owned.buffer.is_first = owned.buffer.layout.key.replicas is None or owned.buffer.is_first
+        return square_sum(self)
+
+    DistributedOptimizer.grad_square_sum = counted  # type: ignore[method-assign]

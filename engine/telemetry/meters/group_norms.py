@@ -51,7 +51,7 @@ class GroupNorms(StepMeter):
         self._names = (*(groups[number]["match"] for number in trained), OTHERS)
         places = {number: place for place, number in enumerate(trained)}
         self._world, self._interval = world, interval
-        self._counted = [owned for owned in optimizer.trained if owned.buffer.replica_index == 0]
+        self._counted = [owned for owned in optimizer.trained if owned.buffer.is_first]
         self._parts = [list(_parts(owned, groups, places)) for owned in self._counted]
         self._device = optimizer.buffers.device
         self._step = 0

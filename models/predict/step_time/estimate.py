@@ -181,7 +181,7 @@ class _Step:
         """Add to `seconds` the exposed time of per-pass collectives: gathers of `numel` parameters, and reductions of gradients."""
         if not self._gathers_in_passes:
             return
-        link, n = self.links.of_axes("dp", "cp"), self.sizes.dp_cp
+        link, n = self.links.of_owners("dp"), self.sizes.owners("dp")
         calls = len(stage.layers) + 1
         gathered = link.seconds(numel * element_bytes(self.config) * (n - 1) / n, calls)
         reduced = link.seconds(numel * self.implementation.gradient_bytes * (n - 1) / n, calls)
@@ -202,7 +202,9 @@ class _Step:
     def _gathers_in_passes(self) -> bool:
         """Whether parameters are gathered anew for each pass; FSDP2 with several pipeline ranks gathers them once a step."""
         is_fsdp = self.implementation.shards == "parameters" and self.sizes.pp == 1
-        return (is_fsdp or (self.implementation is OURS and self.config.parallel.zero > 2)) and self.sizes.dp_cp > 1
+        return (is_fsdp or (self.implementation is OURS and self.config.parallel.zero > 2)) and self.sizes.owners(
+            "dp"
+        ) > 1
 
     def _rank(self, rank: int) -> Timed:
         seconds = Seconds()
@@ -293,8 +295,9 @@ class _Step:
     def _data_parallel(self, rank: int) -> float:
         """Compute a rank's exposed seconds per step for gradient reductions and parameter gathers; 0 if passes include them."""
         how, numels = self.implementation, self.parameters[rank]
+        summed = self._replica_sums(rank)
         if self._gathers_in_passes:
-            return 0.0
+            return summed
         bytes_each = max(how.gradient_bytes, self._main_grad_bytes() if how is OURS else 0)
         reduced = gathered = 0.0
         buckets = 0
@@ -307,9 +310,9 @@ class _Step:
             gathered += link.seconds(wire * element_bytes(self.config), calls)
             buckets += calls
         if not buckets:
-            return 0.0
+            return summed
         forward, *backwards = self.ranks[rank].passes
-        exposed = self._beyond(reduced, sum(backwards), buckets, hidden=how.dp_overlap)
+        exposed = summed + self._beyond(reduced, sum(backwards), buckets, hidden=how.dp_overlap)
         if self._sums_each_microbatch:
             # The sums of all microbatches but the last also run under the next forward.
             exposed += (self.num_microbatches - 1) * self.device.beyond(reduced, forward + sum(backwards))
@@ -317,15 +320,27 @@ class _Step:
             return exposed
         return exposed + self._beyond(gathered, forward, buckets, hidden=how.gather_overlap)
 
+    def _replica_sums(self, rank: int) -> float:
+        """Compute a rank's exposed seconds per step for all-reduces of owned gradients over replicas of the state (HSDP)."""
+        sizes, numels = self.sizes, self.parameters[rank]
+        own = (numels.all - numels.experts) / sizes.owners("dp") + numels.experts / sizes.owners("expert_dp")
+        wire = 2 * own * self._main_grad_bytes() * (sizes.dp_replicas - 1) / sizes.dp_replicas
+        if not wire:
+            return 0.0
+        buckets = max(1, sum(len(self.cut.stages[stage].layers) for stage in self.cut.ranks[rank][0]))
+        _, *backwards = self.ranks[rank].passes
+        seconds = self.links.of_state_replicas().seconds(wire, buckets)
+        return self._beyond(seconds, sum(backwards), buckets, hidden=True)
+
     @property
     def _sums_each_microbatch(self) -> bool:
         """Whether gradients are sharded (from ZeRO-2 on), and so reduced after each microbatch."""
         return self.implementation is OURS and self.config.parallel.zero > 1
 
     def _replicated(self, numels: Parameters) -> list[tuple[int, int, Link]]:
-        """List (number of parameters, number of replicas, link between them): dense, then experts; single replicas left out."""
-        dense = numels.all - numels.experts, self.sizes.dp_cp, self.links.of_axes("dp", "cp")
-        experts = numels.experts, self.sizes.expert_dp, self.links.of_expert_replicas()
+        """List (number of parameters, number of owners, link between them): dense, then experts; single owners left out."""
+        dense = numels.all - numels.experts, self.sizes.owners("dp"), self.links.of_owners("dp")
+        experts = numels.experts, self.sizes.owners("expert_dp"), self.links.of_owners("expert_dp")
         return [each for each in (dense, experts) if each[0] and each[1] > 1]
 
     def _main_grad_bytes(self) -> int:
@@ -347,7 +362,7 @@ class _Step:
         numel, sizes = most.all, self.sizes
         own = float(numel)
         if self.implementation.shards != "none":
-            own = (numel - most.experts) / sizes.dp_cp + most.experts / sizes.expert_dp
+            own = (numel - most.experts) / sizes.owners("dp") + most.experts / sizes.owners("expert_dp")
         whole = own if self.implementation.shards == "parameters" else numel
         return self.timer.stream(
             own * self.implementation.optimizer_bytes + whole * self.implementation.every_step_bytes

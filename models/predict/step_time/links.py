@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.layout.shard_spec import ReduceAxis
 from triaxis.models.predict.step_time.cluster import Cluster
 from triaxis.models.predict.step_time.device import Device
 
@@ -94,10 +95,17 @@ class Links:
         """Find the link between the ranks that share a set of experts."""
         return self.of_group(range(self._grid.sizes.expert_ranks))
 
-    def of_expert_replicas(self) -> Link:
-        """Find the link between a stage's ranks that hold the same experts."""
+    def of_owners(self, axis: ReduceAxis) -> Link:
+        """Find the link between the ranks that own a part of the same copy of the state each."""
         sizes = self._grid.sizes
-        return self.of_group(range(0, sizes.world_size // sizes.pp, sizes.expert_ranks))
+        block = sizes.world_size // sizes.pp // sizes.dp_replicas
+        return self.of_group(range(0, block, sizes.tp if axis == "dp" else sizes.expert_ranks))
+
+    def of_state_replicas(self) -> Link:
+        """Find the link between the ranks that own the same part of different copies of the state."""
+        sizes = self._grid.sizes
+        stage = sizes.world_size // sizes.pp
+        return self.of_group(range(0, stage, stage // sizes.dp_replicas))
 
     def hand_over(self) -> Link:
         """Find the link that a message between neighbouring pipeline ranks uses; its latency is half of a collective's."""

@@ -27,6 +27,16 @@ BAD_EXPERTS: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["parallel.ep = 4", "must divide the 2 ranks", "parallel.ep = 2 or 1"],
     ),
+    "replicas of the state over uneven ranks": (
+        ["parallel.dp=8", "parallel.dp_replicas=3"],
+        {},
+        ["parallel.dp_replicas = 3", "must divide parallel.dp = 8", "parallel.dp_replicas = 2 or 4"],
+    ),
+    "replicas of the state that share experts": (
+        [*MOE, "parallel.ep=4", "parallel.dp=8", "parallel.dp_replicas=4"],
+        {},
+        ["parallel.dp_replicas = 4", "must divide the 2 ranks that hold the same experts", "parallel.dp_replicas = 2"],
+    ),
     "experts cut otherwise": (
         [*MOE, "parallel.tp=4", "parallel.etp=2"],
         {},

@@ -122,7 +122,7 @@ def test_a_message_about_nodes_says_what_to_do() -> None:
         RankGrid(ParallelSizes(tp=8), ranks_per_node=4)
 
 
-@pytest.mark.parametrize("name", ["tp", "pp", "dp", "cp", "ep", "etp", "vpp"])
+@pytest.mark.parametrize("name", ["tp", "pp", "dp", "dp_replicas", "cp", "ep", "etp", "vpp"])
 def test_sizes_start_at_one(name: str) -> None:
     with pytest.raises(TopologyError, match=rf"parallel\.{name} = 0: sizes start at 1"):
         ParallelSizes(**{name: 0})
@@ -139,6 +139,25 @@ def test_experts_are_shared_by_neighbours_of_a_stage() -> None:
         "tp=2 pp=2 vpp=1 dp=4 ep=2 etp=2",
         "tp 2 x pp 2 x dp 4 (ep 2, etp 2)",
     )
+
+
+def test_replicas_of_the_state_are_blocks_of_neighbours() -> None:
+    sizes = ParallelSizes(tp=2, cp=2, pp=2, dp=4, dp_replicas=2, ep=4)
+    grid = RankGrid(sizes)
+    assert grid.shards("dp")[:3] == ((0, 2, 4, 6), (8, 10, 12, 14), (1, 3, 5, 7))
+    assert grid.shards("expert_dp")[:3] == ((0, 4), (8, 12), (1, 5))
+    assert grid.state_replicas()[:2] == ((0, 8), (1, 9)) and grid.state_replicas()[8:10] == ((16, 24), (17, 25))
+    assert (sizes.owners("dp"), sizes.owners("expert_dp"), sizes.owner_axis("expert_dp")) == (4, 2, "expert_dp_shard")
+    assert str(sizes) == "tp=2 cp=2 pp=2 vpp=1 dp=4 dp_replicas=2 ep=4"
+    assert sizes.product == "tp 2 x cp 2 x pp 2 x dp 4 (2 replicas) (ep 4)"
+
+
+@pytest.mark.parametrize(
+    ("dp", "ep", "words"), [(6, 1, "must divide parallel.dp = 6"), (4, 2, "must divide the 2 ranks that hold the same")]
+)
+def test_replicas_of_the_state_that_ranks_cannot_share_evenly_are_refused(dp: int, ep: int, words: str) -> None:
+    with pytest.raises(TopologyError, match=rf"parallel\.dp_replicas = 4 {words}"):
+        ParallelSizes(dp=dp, dp_replicas=4, ep=ep)
 
 
 def test_experts_that_the_ranks_of_a_stage_cannot_share_are_refused() -> None:

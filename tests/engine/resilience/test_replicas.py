@@ -43,26 +43,34 @@ class FlipsOneBit:
         (
             Case("gpt", dp=4, dtype="bf16"),
             FlipsOneBit(2, "layers.3.mlp.up.weight", 3),
-            "rank 2 holds a different layers.3.mlp.up.weight than ranks 0, 1, 3 (dp replicas)",
+            ["rank 2 holds a different layers.3.mlp.up.weight than ranks 0, 1, 3 (dp replicas)"],
+        ),
+        (
+            Case("gpt", dp=6, dp_replicas=2, global_batch_size=6, dtype="bf16"),
+            FlipsOneBit(2, "layers.3.mlp.up.weight", 3),
+            [
+                "rank 2 holds a different layers.3.mlp.up.weight than ranks 0, 1 (dp_shard replicas)",
+                "ranks 2, 5 (dp_replicas replicas) differ in layers.3.mlp.up.weight, and no majority shows which one is wrong",
+            ],
         ),
         (
             Case("llama", tp=2),
             FlipsOneBit(1, "layers.1.mlp.norm.weight", 3),
-            "ranks 0, 1 (tp replicas) differ in layers.1.mlp.norm.weight, and no majority shows which one is wrong",
+            ["ranks 0, 1 (tp replicas) differ in layers.1.mlp.norm.weight, and no majority shows which one is wrong"],
         ),
     ],
-    ids=["a copy on dp4", "a norm on tp2"],
+    ids=["a copy on dp4", "a copy in replicas of the state", "a norm on tp2"],
 )
 def test_one_flipped_bit_is_named_and_stops_the_run(
-    case: Case, change: FlipsOneBit, words: str, tmp_path: Path
+    case: Case, change: FlipsOneBit, words: list[str], tmp_path: Path
 ) -> None:
     checks = {"train": {"steps": 8, "micro_batch_size": 1}, "resilience": {"replica_check_interval": 2}}
     traces: list[Trace] = run_ranks(run, case.world_size, case, str(tmp_path), checks, None, 0, change)
     for trace in traces:
-        assert f"step 4: {words}" in trace.error
+        assert f"step 4: {words[0]}" in trace.error
         assert "in step 2 they were the same" in trace.error and trace.exit_code == 5
         [(kind, step, message, details)] = trace.events
-        assert (kind, step, details["differences"]) == ("replicas_differ", 3, [words]) and words in message
+        assert (kind, step, details["differences"]) == ("replicas_differ", 3, words) and words[0] in message
 
 
 WRONG = ("embedding.word.weight", "layers.7.attention.kv.weight")

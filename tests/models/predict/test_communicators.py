@@ -58,9 +58,12 @@ def test_a_rank_holds_the_sum_of_its_communicators() -> None:
     dp=st.integers(1, 5),
     cp=st.integers(1, 4),
     kv_heads=st.sampled_from([None, 1, 2, 4]),
+    replicas=st.sampled_from([1, 2, 3]),
 )
-def test_a_small_grid_stands_for_the_whole_one(tp: int, pp: int, dp: int, cp: int, kv_heads: int | None) -> None:
-    sizes = ParallelSizes(tp=tp, pp=pp, dp=dp, cp=cp)
+def test_a_small_grid_stands_for_the_whole_one(
+    tp: int, pp: int, dp: int, cp: int, kv_heads: int | None, replicas: int
+) -> None:
+    sizes = ParallelSizes(tp=tp, pp=pp, dp=dp * replicas, dp_replicas=replicas, cp=cp)
     grid = RankGrid(sizes)
     by_rank = [
         CONNECTION_BYTES
@@ -79,11 +82,16 @@ def test_ranks_that_share_experts_have_groups_of_their_own() -> None:
     assert experts_of(ParallelSizes(dp=4, ep=2)) == [["world", "dp"], ["experts"], ["expert_dp"]]
 
 
-@given(tp=st.sampled_from([1, 2, 3]), dp=st.sampled_from([1, 2, 4, 6, 8]), ep=st.sampled_from([1, 2, 3, 4, 8]))
-def test_a_small_grid_has_the_connections_of_a_large_one_with_experts(tp: int, dp: int, ep: int) -> None:
+@given(
+    tp=st.sampled_from([1, 2, 3]),
+    dp=st.sampled_from([1, 2, 4, 6, 8]),
+    ep=st.sampled_from([1, 2, 3, 4, 8]),
+    replicas=st.sampled_from([1, 2, 3]),
+)
+def test_a_small_grid_has_the_connections_of_a_large_one_with_experts(tp: int, dp: int, ep: int, replicas: int) -> None:
     if tp * dp % ep:
         return
-    sizes = ParallelSizes(tp=tp, dp=dp, ep=ep)
+    sizes = ParallelSizes(tp=tp, dp=dp * replicas, dp_replicas=replicas, ep=ep)
     groups = communicators(RankGrid(sizes), 0, None, has_experts=True)
     counted = sum(connections_of(axes, len(ranks)) for ranks, axes in groups) * CONNECTION_BYTES
     assert communicator_bytes(sizes, None, has_experts=True) == (counted,)

@@ -80,6 +80,9 @@ MANY = {
     "gradients in slots": deeper(
         config_of(LLAMA, tp=2), parallel={"dp": 4, "zero": 2}, train={"global_batch_size": 32}
     ),
+    "replicas of the state": deeper(
+        config_of(LLAMA, tp=2), parallel={"dp": 4, "dp_replicas": 2, "zero": 3}, train={"global_batch_size": 32}
+    ),
     "attention again, weights in slots": deeper(
         config_of(GPT, tp=2, recompute={"granularity": "selective"}),
         parallel={"dp": 4, "zero": 3},

@@ -12,7 +12,8 @@ import torch
 from tests.parity.cases import Case
 from tests.verify import planted
 from tests.verify.planted import DROPOUT, FULL, KV, QK
-from triaxis.engine.optimizer.grad_buffer import Bucket, GradBuffers
+from triaxis.engine.optimizer.bucket import Bucket
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.pipeline.executor import Executor
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 

@@ -20,7 +20,7 @@ from triaxis.engine.device.host_copy import FromCuda, HostCopy
 from triaxis.engine.device.pinned_memory import PinnedPool
 from triaxis.engine.errors import TopologyError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
-from triaxis.engine.optimizer.grad_buffer import Bucket, Slot
+from triaxis.engine.optimizer.bucket import Bucket, ReplicaSums, Slot
 from triaxis.engine.pipeline.p2p import Transport
 from triaxis.launch.footprint.races.check import CheckedRank, check_rank, representative_ranks
 from triaxis.launch.footprint.races.report import Race
@@ -68,6 +68,10 @@ IN_CI = [
     (Case("gpt", cp=4, dp=2, cp_method="ulysses", num_layers=2, global_batch_size=2), {"world", "cp"}),
     (Case("llama", tp=2, dp=2, zero=2, num_layers=3, global_batch_size=4), {"world", "tp", "dp"}),
     (Case("llama", tp=2, dp=2, zero=3, num_layers=4, global_batch_size=4), {"world", "tp", "dp"}),
+    (
+        Case("llama", tp=2, dp=4, dp_replicas=2, zero=2, num_layers=3, global_batch_size=8),
+        {"world", "tp", "dp_shard", "dp_replicas"},
+    ),
     (Case("gpt", pp=2, staged=True, num_layers=2, global_batch_size=2), {"world", "pp_forward", "pp_backward"}),
 ]
 """Layouts, and the streams beside the computation's that their last rank uses."""
@@ -78,7 +82,7 @@ NARROW = [
     Case("qwen", tp=2, dp=2, dtype="fp32", num_layers=2),
     Case("qwen", tp=2, pp=2, dp=2, zero=2, schedule="zb_h1", dtype="bf16", num_layers=4, global_batch_size=8),
     Case("qwen", tp=2, pp=2, vpp=2, dp=2, zero=3, dtype="bf16", num_layers=8, global_batch_size=8),
-    Case("moe", dp=4, ep=2, zero=3, dispatch="all_to_all", global_batch_size=8),
+    Case("moe", dp=4, dp_replicas=2, ep=2, zero=3, dispatch="all_to_all", global_batch_size=8),
     Case("llama", tp=2, dp=2, dtype="bf16", narrow=True, recompute=("full", "block", 1), offload=2, num_layers=4),
     Case("moe", tp=2, dp=2, ep=2, sequence_parallel=True, offload=1, dispatch="all_to_all", global_batch_size=4),
     Case("moe", tp=2, pp=2, dp=2, ep=2, etp=2, recompute=("full", "block", 1), global_batch_size=4),
@@ -341,13 +345,31 @@ def use_a_layer_before_its_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bucket, "wait_for_gather", at_once)
 
 
+def sum_over_replicas_before_the_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(self: ReplicaSums, bucket: Bucket | None) -> None:
+        if bucket is not None:
+            self._summing.append(self._axis.all_reduce(bucket.owned_grads, "replica gradients"))
+
+    monkeypatch.setattr(ReplicaSums, "sent", at_once)
+
+
 PIPELINE = Case("gpt", pp=2, num_layers=2, global_batch_size=4)
 PIPELINE_STAGED = replace(PIPELINE, staged=True)
 ZERO_2 = Case("llama", dp=2, zero=2, num_layers=3, global_batch_size=4)
 ZERO_3 = replace(ZERO_2, zero=3)
+HSDP = Case("llama", dp=4, dp_replicas=2, num_layers=2, global_batch_size=4)
 PLANTED = [
     (use_a_layer_before_its_gather, ZERO_3, 0, "unordered read", "all-gather (dp", "aten::", ""),
     (reuse_a_slot_before_its_sum, ZERO_2, 0, "unordered overwrite", "reduce-scatter (dp", "aten::", ""),
+    (
+        sum_over_replicas_before_the_reduction,
+        HSDP,
+        0,
+        "unordered read",
+        "reduce-scatter (dp_shard",
+        "all-reduce (dp_replicas",
+        "",
+    ),
     (one_receive_buffer, PIPELINE, 1, "unordered read", "recv (pp_forward", "aten::", ""),
     (write_what_is_sent, PIPELINE, 0, "unordered overwrite", "send (pp_forward", "aten::zero_", ""),
     (let_go_of_what_is_sent, PIPELINE, 0, "early free", "send (pp_forward", "free", ""),

@@ -1,0 +1,255 @@
+"""Buckets of flat buffers: reduced in one call, gathered in one, in memory of their own or in slots.
+
+A bucket's last gradient posts its reduce-scatter. Where a rank keeps only its own part (ZeRO-2 and 3), buckets share slots of whole
+buckets: main grads are reduced after each microbatch (`Slot`), and weights are gathered at their use (`WeightSlots`). With replicas
+of the state (HSDP), the reduced part is then summed over them (`ReplicaSums`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
+from triaxis.engine.kernels.weight_grad import add
+from triaxis.engine.layout.gather_order import GatherOrder
+from triaxis.engine.layout.param_layout import BucketLayout
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+
+OnGrad = Callable[[ShardedParameter], None]
+"""Called with a parameter whose gradient was added, before its bucket is reduced."""
+
+
+@dataclass
+class Slot:
+    """Scratch memory for the main grads of one bucket at a time, where a rank keeps only its own part of them (ZeRO-2).
+
+    Attributes:
+        grads: flat tensor of the longest of its buckets.
+        sending: bucket whose reduce-scatter reads the slot; None: the slot is free.
+    """
+
+    grads: torch.Tensor
+    sending: "Bucket | None" = None
+
+    def free(self) -> None:
+        """Wait for the bucket that was sent, and keep its sum."""
+        if self.sending is not None:
+            self.sending.keep_sum()
+            self.sending = None
+
+
+class WeightSlots:
+    """Two places for the weights of the buckets in use, where a rank keeps only its own part of them (ZeRO-3).
+
+    The first use of a bucket waits for its gather and posts the one of the bucket that follows. That gather overwrites a bucket
+    whose last use was posted before, so the order of the streams keeps it safe.
+
+    Args:
+        buckets: the buffer's buckets, each with its slot's memory.
+        slots: number of slots.
+    """
+
+    def __init__(self, buckets: "Sequence[Bucket]", slots: int) -> None:
+        self._buckets = buckets
+        self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
+        self._order = GatherOrder(len(buckets), slots)
+        self._held: list[Bucket | None] = [None] * slots
+        self._used: Bucket | None = None
+
+    def use(self, bucket: "Bucket") -> None:
+        """Wait until a bucket's weights are gathered; they stay complete until another bucket of the same buffer is used."""
+        for number in self._order.use(self._numbers[id(bucket)]):
+            gathered, slot = self._buckets[number], number % len(self._held)
+            held, self._held[slot] = self._held[slot], gathered
+            if held is not None:
+                # A gather that nobody used may still write here.
+                held.wait_for_gather()
+            gathered.post_gather()
+        bucket.wait_for_gather()
+        if self._used is not None:
+            self._used.is_complete = False
+        bucket.is_complete, self._used = True, bucket
+
+    def clear(self) -> None:
+        """Drop the gathered weights, which an update has changed."""
+        for bucket in self._buckets:
+            bucket.wait_for_gather()
+            bucket.is_complete = False
+            bucket.version += 1
+        self._order.clear()
+        self._used = None
+
+
+class ReplicaSums:
+    """Sums the owned main grads over replicas of the state (HSDP).
+
+    A bucket's sum is posted once the next bucket's reduce-scatter is. If it were posted at once, the backward would wait for the
+    reduce-scatter.
+
+    Args:
+        axis: axis whose ranks own the same parts.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._sent: Bucket | None = None
+        self._summing: list[Pending] = []
+
+    def sent(self, bucket: "Bucket | None") -> None:
+        """Note that the bucket's last reduce-scatter of the step was posted, and post the sum of the bucket before."""
+        before, self._sent = self._sent, bucket
+        if before is not None:
+            before.keep_sum()
+            self._summing.append(self._axis.all_reduce(before.owned_grads, REPLICA_GRADIENTS))
+
+    def finish(self) -> None:
+        """Post the last sum, and wait for all."""
+        self.sent(None)
+        for pending in self._summing:
+            pending.wait()
+        self._summing.clear()
+
+
+@dataclass
+class Bucket:
+    """A buffer range whose gradients are reduced in one call, and whose parameters are gathered in one.
+
+    Gradients come in rounds, each of which ends with a reduce-scatter. A bucket with whole main grads has one round in a step.
+    A bucket in a slot has one for each microbatch: it takes the slot at its first gradient, and adds the sum to its own part.
+
+    Attributes:
+        owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
+        owners: axis whose ranks own a part each.
+        weights: weights of the bucket [stop - start], a part of the buffer's or of a slot.
+        owned_weights: weights of the owned part: a part of `weights` unless there are slots.
+        grads: main grads of the bucket [stop - start], a part of the buffer's or of the slot.
+        owned_grads: main grads of the owned part, whole after `GradBuffers.finish`: a part of `grads` unless there is a slot.
+        slot: scratch memory for main grads that the bucket shares with others; None: `grads` are its own.
+        weight_slots: places for weights that the bucket shares with others; None: `weights` are its own.
+        replica_sums: sum over replicas of the state; None: there is one.
+        expected: number of gradients of each parameter in a round; only parameters that get gradients.
+        missing: number of gradients that each parameter still expects in this round.
+        num_missing: sum of `missing`; 0 between rounds.
+        rounds_left: number of rounds of this step that have not begun.
+        has_sum: whether `owned_grads` have a sum of this step; only with a slot.
+        reducing, gathering: reduce-scatter and all-gather in flight, or None.
+        is_complete: whether `weights` are complete now.
+        stays: whether complete weights stay so until the next update: not in a slot.
+        version: number of changes of the weights.
+    """
+
+    layout: BucketLayout
+    owned: tuple[int, int]
+    owners: Axis
+    weights: torch.Tensor
+    owned_weights: torch.Tensor
+    grads: torch.Tensor
+    owned_grads: torch.Tensor
+    slot: Slot | None = None
+    weight_slots: WeightSlots | None = None
+    replica_sums: ReplicaSums | None = None
+    expected: dict[ShardedParameter, int] = field(default_factory=dict)
+    missing: dict[ShardedParameter, int] = field(default_factory=dict)
+    num_missing: int = 0
+    rounds_left: int = 0
+    has_sum: bool = False
+    on_grad: OnGrad | None = None
+    reducing: Pending | None = None
+    gathering: Pending | None = None
+    is_complete: bool = True
+    stays: bool = True
+    version: int = 0
+
+    def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
+        """Begin a step: main grads are stale, and each use of a parameter will add one gradient per microbatch."""
+        self.rounds_left, per_round = (1, num_microbatches) if self.slot is None else (num_microbatches, 1)
+        for parameter in self.expected:
+            self.expected[parameter] = parameter.num_uses * per_round
+        self.num_missing, self.has_sum, self.on_grad = 0, False, on_grad
+
+    def overwrites(self, parameter: ShardedParameter) -> bool:
+        """Return whether the parameter's next gradient replaces its main grad; called before each gradient is added.
+
+        The first gradient of a round takes the slot.
+        """
+        if self.num_missing == 0:
+            self._begin_round(parameter)
+        return self.missing[parameter] == self.expected[parameter]
+
+    def _begin_round(self, parameter: ShardedParameter) -> None:
+        assert self.rounds_left, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
+        self.rounds_left -= 1
+        self.missing = dict(self.expected)
+        self.num_missing = sum(self.missing.values())
+        if self.slot is not None:
+            self.slot.free()
+            # No gradient overwrites padding, and the norm reads it with the owned parts. Another bucket may have written here.
+            self.grads[self.layout.entries[-1].stop - self.layout.start :].zero_()
+
+    def grad_added(self, parameter: ShardedParameter) -> None:
+        """Count one gradient, from one use of the parameter in one microbatch; a round's last one posts the reduce-scatter."""
+        # Called before counting: the last gradient posts a reduce-scatter, which overwrites the owned main grads.
+        if self.on_grad is not None:
+            self.on_grad(parameter)
+        missing = self.missing[parameter] - 1
+        assert missing >= 0, (
+            f"{parameter.record.name}: a gradient came before its bucket had the others of the microbatch"
+        )
+        self.missing[parameter] = missing
+        self.num_missing -= 1
+        if self.num_missing == 0:
+            # [bucket] -> [bucket / owners], into this rank's part, without another buffer. Other parts keep this rank's own sums.
+            self.reducing = self.owners.reduce_scatter(self.grads, "gradients", out=self.own_part)
+            if self.slot is not None:
+                self.slot.sending = self
+            if self.replica_sums is not None and self.rounds_left == 0:
+                self.replica_sums.sent(self)
+
+    @property
+    def own_part(self) -> torch.Tensor:
+        """This rank's part of `grads`."""
+        start, stop = self.owned
+        return self.grads[start - self.layout.start : stop - self.layout.start]
+
+    def keep_sum(self) -> None:
+        """Wait for the reduce-scatter in flight, if there is one; with a slot, add its result to the owned main grads."""
+        if self.reducing is None:
+            return
+        self.reducing.wait()
+        self.reducing = None
+        if self.slot is not None:
+            add(self.owned_grads, self.own_part, overwrite=not self.has_sum)
+            self.has_sum = True
+
+    def gather(self) -> None:
+        """Post the all-gather for the updated parameters."""
+        self.post_gather()
+        self.version += 1
+        self.is_complete = False
+
+    def complete(self) -> None:
+        """Wait for the weights; in slots they are complete until another bucket of the buffer is used."""
+        if self.weight_slots is None:
+            self.wait_for_gather()
+            self.is_complete = True
+        else:
+            self.weight_slots.use(self)
+
+    def post_gather(self) -> None:
+        """Post the all-gather of the owned parts into `weights`."""
+        self.gathering = self.owners.all_gather(self.owned_weights, "parameters", out=self.weights)
+
+    def wait_for_gather(self) -> None:
+        """Wait for the all-gather in flight, if there is one."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def keep_weights(self) -> None:
+        """Keep the owned part of `weights`, which were written from outside."""
+        if self.weight_slots is not None:
+            start, stop = self.owned
+            self.owned_weights.copy_(self.weights[start - self.layout.start : stop - self.layout.start])
