@@ -76,7 +76,7 @@ def shown(value: object) -> str:
 
 
 def brief(text: str) -> str:
-    """Cut a text to `LONGEST_SHOWN` characters, for one line in a message."""
+    """Cut a text to `LONGEST_SHOWN` characters and escape its line breaks, for one line in a message."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}.. ({len(text):,} characters)"
 

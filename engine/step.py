@@ -65,7 +65,10 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 class Chunk(Protocol):
-    """The engine's view of a model chunk, which is an `nn.Module`."""
+    """The engine's view of a model chunk, which is an `nn.Module`.
+
+    `x` is the previous stage's output, None on the first stage. The last stage returns the summed loss, a scalar or [1 + D].
+    """
 
     @property
     def queue(self) -> WeightGradQueue: ...
@@ -306,7 +309,7 @@ class Engine:
         return self.chunks[chunk](x, microbatch)
 
     def _dropped(self) -> torch.Tensor:
-        """Count this rank's token rows that found no room in experts' buffers."""
+        """Count this rank's token rows that found no room in experts' buffers since `load.begin`; 0 without experts."""
         return self.diverged.new_zeros(()) if self.load is None else self.load.overflow
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:

@@ -93,7 +93,7 @@ class StepResult:
         skip: reason why the step updated nothing; "" if it did update.
         why: explanation of `skip` with its numbers; "" for an update, an fp16 overflow or a batch without labels.
         load: number of tokens in the global batch that chose each expert, a tuple per layer with experts; () without experts.
-        dropped: number of token rows without room in their experts' buffers; any such row makes the step diverge.
+        dropped: number of token rows without room in their experts' buffers; if above 0, `skip` is "diverged".
         ahead: multi-token-prediction loss per token, at each distance beyond the next token.
         loss_scale: loss scale in the backward; None if the dtype needs none.
     """
@@ -120,7 +120,7 @@ class PendingResult:
 
     Args:
         numbers: numbers on the device, by name (`triaxis.engine.step.Engine.update` has the list).
-        limits: limits on the step's numbers.
+        limits: limits that `update` applied; `StepResult.why` names those that were exceeded.
         to_host: copier that brings the numbers to the host; None: the device's default.
     """
 

@@ -80,12 +80,12 @@ class Command(Protocol):
 
 
 def command_module(name: str) -> Command:
-    """Import a subcommand's module."""
+    """Import a subcommand's module from `launch/commands/`. A `-` in the name is `_` there."""
     return cast(Command, importlib.import_module(f"triaxis.launch.commands.{name.replace('-', '_')}"))
 
 
 def command_parser(command: Command) -> "CommandParser":
-    """Build a subcommand's parser."""
+    """Build a subcommand's parser, with its arguments, and its summary from `COMMANDS` as the description."""
     from triaxis.launch.start.command_line import CommandParser
 
     name = command.__name__.rpartition(".")[2].replace("_", "-")

@@ -55,7 +55,8 @@ class Entry:
         section: dotted name of the field's section.
         type: type and legal values, such as `integer, 1 to 16, or null`.
         default: default as YAML; `required` if there is none.
-        resume: `free`, `accept` or `fixed`, with the condition if there is one.
+        resume: rule on a resumed run's change, with the condition if there is one. `free`: allowed; `accept`: only if
+            `checkpoint.accept` names the field; `fixed`: refused.
         meaning: meaning and unit.
         variable: environment variable that sets the field; "": none does.
     """

@@ -79,7 +79,7 @@ def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Count the elements of all parameters."""
+    """Count the elements of all parameters, without vocabulary padding. A tied embedding counts once."""
     return sum(spec.numel for spec in model_specs(model))
 
 

@@ -55,7 +55,7 @@ class SavedTensors:
         return function(x)
 
     def end_chunk(self, output: torch.Tensor) -> torch.Tensor:
-        """End a chunk after its last layer, and return the given output."""
+        """Return `output`. Called after a chunk's last layer; a subclass can then free that layer's moved tensors."""
         return output
 
     def recomputed(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

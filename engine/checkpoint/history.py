@@ -113,6 +113,8 @@ def _above(known: Sequence[float], deviations: float, window: int) -> float:
 def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollbacks: int = 0) -> RunHistory:
     """Merge a checkpoint's skipped ranges and rollback count with those in `folder`/skipped.json, if it exists.
 
+    The result has the ranges of both, and the larger count.
+
     Raises:
         CheckpointError: the file is damaged, so skipped samples would be trained on.
     """

@@ -74,7 +74,11 @@ class RunFacts:
 
 
 class SaveNotices(Protocol):
-    """Receiver of save events. Its methods are called on every rank with the same arguments."""
+    """Receiver of save events, called on every rank. Only rank 0 gets `on_retired` and the true `num_bytes` (others get 0).
+
+    `stall_seconds` is the time in which this rank copied its state. Before that it waited `waited_seconds` for the previous save.
+    `seconds` goes from the copy's start until this rank learns of the commit. `on_retired` gets the removed checkpoints' names.
+    """
 
     def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None: ...
     def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None: ...

@@ -14,7 +14,7 @@ NUM_SUMS = 3
 
 
 class SaveFlags(NamedTuple):
-    """Flags about the checkpoint save in progress."""
+    """Whether a rank's file for the save in progress is written or has failed; on rank 0, the same for the commit."""
 
     written: float = 0.0
     not_written: float = 0.0

@@ -125,7 +125,7 @@ class Ledger:
             observer.wait_ends()
 
     def mark(self, op: str, purpose: str) -> None:
-        """Record a named point in the computation."""
+        """Record that the computation has reached the point named `op`; `purpose` tells points with one name apart."""
         self.events.append(_mark(op, purpose))
 
     @contextmanager

@@ -29,7 +29,7 @@ from triaxis.engine.errors import TopologyError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's device and backend."""
+    """A rank's device, and the torch.distributed backend of its process groups, `gloo` or `nccl`."""
 
     device: torch.device
     backend: str

@@ -39,7 +39,10 @@ COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """This process's number among all ranks, and the address where they meet. By default, the process runs alone."""
+    """This process's number among all ranks, and the address where they meet. By default, the process runs alone.
+
+    `restart_count` counts how often torchrun has restarted the ranks. Each restart meets in a store section of its own.
+    """
 
     rank: int = 0
     world_size: int = 1

@@ -1,4 +1,4 @@
-"""Context parallelism, which cuts each sample over ranks.
+"""Cuts each sample over ranks (context parallelism).
 
 For attention, the ranks gather keys and values or exchange heads.
 """

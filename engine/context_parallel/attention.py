@@ -3,12 +3,12 @@
     q [b, n, s/c, d], k, v [b, n_kv, s/c, d] --all-gather k, v--> k, v [b, n_kv, s, d] --kernel--> out [b, n, s/c, d]
     backward   gather k, v again --kernel--> grad q, grad k, v [b, n_kv, s, d] --reduce-scatter--> [b, n_kv, s/c, d]
 
-Shapes: b is the microbatch size, s the sequence length, c the number of cp ranks, n and n_kv the rank's query and key/value heads,
-d the head size. The rank saves q, its local k and v, the output and the log-sum-exp. Whole keys and values exist only while they
-are used.
+Here b is the microbatch size, s the sequence length, c the number of cp ranks, d the head size. The rank has n query heads and n_kv
+key/value heads. It saves q, its local k and v, the output and the log-sum-exp. Whole keys and values exist only while they are
+used.
 
-Heads are processed in pieces. Piece j has n_j key/value heads, and the query heads that read them. Communication for one piece
-overlaps the kernel of another:
+Heads are processed in pieces. A piece has some key/value heads, and the query heads that read them. One piece is gathered while the
+kernel runs on another:
 
     forward    gather 0   gather 1 | attention 0     gather 2 | attention 1     ...
     backward   gather 0   gather 1 | backward 0      gather 2, sum 0 | backward 1      ...
@@ -110,7 +110,7 @@ def local_gradients(summed: Pending, dtype: torch.dtype) -> KeysAndValues:
 
 @cache
 def pieces_of(num_heads: int, num_kv_heads: int) -> list[HeadSlices]:
-    """Split a rank's heads into pieces."""
+    """Split a rank's heads into pieces whose numbers of key/value heads differ by at most one."""
     group = num_heads // num_kv_heads
     bounds = pairwise(accumulate(heads_of_pieces(num_kv_heads), initial=0))
     return [HeadSlices(slice(first, stop), slice(first * group, stop * group)) for first, stop in bounds]

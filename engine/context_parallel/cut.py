@@ -1,8 +1,8 @@
-"""Cuts a context-parallel rank's part from a microbatch's rows, on the host, after labels are shifted.
+"""Cuts a context-parallel rank's part from a microbatch's rows, on the host.
 
     tokens, labels, loss_mask, position_ids, tokens ahead   [b, s] -> [b, s/c], this rank's runs in each row
 
-All cp ranks in a replica read the same samples. A document may span several ranks.
+Labels are shifted before the cut. All cp ranks in a replica read the same samples. A document may span several ranks.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ The heaviest block is dealt first, to the least loaded rank that still has room 
 of the c ranks gets s/c tokens.
 
 A row with one document has 2 c blocks. Rank r gets blocks r and 2 c - 1 - r, an exact balance (2407.21783, section 3.3.2). A row
-with several documents has more, smaller blocks, since attention ends at document boundaries.
+with several documents has more and smaller blocks.
 """
 
 import math
@@ -37,7 +37,10 @@ def keys_seen(length: int, window: int | None) -> int:
 
 
 def block_length(seq_length: int, size: int, num_documents: int) -> int:
-    """Compute the tokens per block in a row that `size` ranks share. `seq_length` is a multiple of 2 `size`."""
+    """Compute the tokens per block in a row that `size` ranks share. `seq_length` is a multiple of 2 `size`.
+
+    A rank has BLOCKS_OF_ONE blocks if the row is one document, else up to BLOCKS_OF_SEVERAL.
+    """
     part = seq_length // size
     return part // (BLOCKS_OF_ONE if num_documents == 1 else math.gcd(BLOCKS_OF_SEVERAL, part))
 

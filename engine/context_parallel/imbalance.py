@@ -13,17 +13,17 @@ from triaxis.engine.data.document_statistics import DocumentStatistics
 
 
 def work_of_ranks(rows: Sequence[Sequence[int]], size: int, windows: Windows) -> tuple[int, ...]:
-    """Count each rank's (query, key) pairs, summed over rows of document lengths."""
+    """Count each rank's (query, key) pairs over all layers, summed over rows of document lengths."""
     return tuple(map(sum, zip(*(rank_work(row, size, windows) for row in rows), strict=True)))
 
 
 def imbalance(microbatches: Sequence[Sequence[int]]) -> float:
-    """Compute the imbalance over microbatches; a microbatch is a list of its ranks' work."""
+    """Divide the summed largest work by the summed mean work. A microbatch lists its ranks' work."""
     return sum(map(max, microbatches)) * len(microbatches[0]) / sum(map(sum, microbatches))
 
 
 def predicted_imbalance(documents: DocumentStatistics, micro_batch_size: int, size: int, windows: Windows) -> float:
-    """Predict the imbalance over all replicas, from the documents that the first steps read."""
+    """Predict `imbalance` over all replicas' microbatches in the steps that `documents` covers."""
     rows = documents.rows()
     starts = range(0, len(rows), micro_batch_size)
     return imbalance([work_of_ranks(rows[start : start + micro_batch_size], size, windows) for start in starts])

@@ -1,9 +1,9 @@
-"""Mixers: how this rank's query heads attend to keys and values; the model's builder chooses one.
+"""Defines the mixers, through which a rank's query heads attend to keys and values.
 
 Mixer            the rank has whole rows
-GatheredKeys     the rank has row parts, and attends while other ranks' keys and values arrive (`attention.py`)
-GatheredRows     the rank has row parts, and gathers whole rows before attention (`gathered_rows.py`)
-ExchangedHeads   the rank has row parts, but inside attention whole rows for some heads (`ulysses.py`)
+GatheredKeys     the rank has parts of rows, and attends while other ranks' keys and values arrive (`attention.py`)
+GatheredRows     the rank has parts of rows, and gathers whole rows before attention (`gathered_rows.py`)
+ExchangedHeads   the rank has parts of rows, and exchanges them for whole rows of some heads during attention (`ulysses.py`)
 Cached           the rank generates text token by token (`models/inference/kv_cache.py`)
 """
 

@@ -44,7 +44,7 @@ class Cut(Protocol):
 
 
 class WholeEpoch:
-    """A whole epoch, as one piece."""
+    """A whole epoch in the form of a `Cut`: one piece from position 0, without earlier cuts."""
 
     def __init__(self, stream: SampleStream, epoch: int) -> None:
         self._stream, self._epoch = stream, epoch

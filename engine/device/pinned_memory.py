@@ -146,7 +146,7 @@ def _keep(memory: torch.Tensor) -> None:
 
 
 def page_lock_of(device: torch.device) -> PageLock:
-    """Return the page lock for copies between the host and `device`."""
+    """Return a `CudaPageLock` if `device` is a GPU, else `Pageable`, which locks nothing."""
     return CudaPageLock(CudaRuntime(device)) if device.type == "cuda" else Pageable()
 
 

@@ -1,11 +1,11 @@
 """Balances the experts' load by the routers' biases, and counts rows that overflow buffers.
 
-    in each layer's forward   `add` counts its tokens' choices, [layers with experts, E]
-    once a step               `post` all-reduces the counts over the world
+    in each layer's forward   `add` counts how many tokens chose each expert
+    once a step               `post` all-reduces the counts [layers with experts, experts] over the world
     after that                `update` moves each router's bias, unless the step is skipped (2408.15664):
                               bias += rate x sign(mean load - expert's load)
 
-E is the number of experts. Exactly one rank counts each choice.
+Exactly one rank counts each choice.
 """
 
 from collections.abc import Sequence

@@ -3,23 +3,19 @@
     x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] for this rank's experts, ordered by expert
     row outputs [R, h]                    --combine-->   y [T, h], summed over each token's experts
 
-T is the number of tokens on this rank, h the hidden size, k the number of experts per token, R the number of rows. A set of experts
-is shared by n = ep x etp ranks. There are three forms of dispatch, and none drops a token.
+T is the number of tokens on this rank, h the hidden size, k the number of experts per token, R the number of rows. One set of
+experts is divided over n = ep x etp ranks. With etp > 1 the etp ranks that share an expert get the same rows, and their outputs are
+partial sums. No form of dispatch drops a token:
 
-    GatherDispatch       every rank all-gathers all n T tokens and picks the rows of its experts; outputs are reduce-scattered.
-                         The host reads no counts, because the buffer has a fixed row count. If rows overflow the buffer,
-                         the step fails without an update.
-    ExchangeDispatch     ranks exchange rows by all-to-all. The host reads row counts, once per layer and pass.
-    ReplicatedDispatch   every rank has the same tokens (generation) and picks its experts' rows; outputs are all-reduced.
+    GatherDispatch       Every rank all-gathers all n T tokens and picks its experts' rows. Outputs are reduce-scattered.
+                         The buffer has a fixed row count, so the host reads no counts.
+                         If rows overflow the buffer, the step fails without an update.
+    ExchangeDispatch     Ranks exchange rows by all-to-all. The host reads row counts, once per layer and pass.
+    ReplicatedDispatch   Every rank has the same tokens (generation) and picks its experts' rows. Outputs are all-reduced.
 
-With etp > 1 each expert is sharded over etp ranks. All get the same rows, and their outputs are partial sums.
-
-Dispatch's backward uses combine's communication, and vice versa. Two index tensors describe the rows:
-
-    slots    each row's slot (a token has k slots)
-    places   each slot's row
-
-With these indices both directions gather, so a sum has the same order on every device: by slot, then by etp.
+Dispatch's backward uses combine's communication, and vice versa. A token has k slots, one per expert. Two index tensors describe
+the rows: `slots` holds each row's slot, `places` holds each slot's row. Both directions gather by these indices. So a sum has the
+same order on every device, by slot and then by etp.
 """
 
 import itertools
@@ -72,11 +68,11 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroup:
-    """Ranks that share one set of experts.
+    """The ep x etp ranks over which one set of experts is divided.
 
     Attributes:
-        axis: the `experts` axis; etp varies fastest.
-        place: this rank's place among them.
+        axis: the `experts` axis of these ranks; etp varies fastest.
+        place: this rank's ep and etp coordinates, and the sizes ep and etp.
         moe: the model's expert configuration.
         fusion: wrapper that compiles the sums over a token's rows.
         on_overflow: callback for the number of overflowing rows, an int64 scalar on the device.

@@ -2,10 +2,10 @@
 
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
     up     inner = rows W_up[e]^T        [R, f or 2 f]
-    down   out = (g act) W_down[e]^T     [R, h], where g is the row's routing weight
+    down   out = (g act) W_down[e]^T     [R, h]
 
-R is the number of rows, h the hidden size, f the experts' width. No result depends on unused rows. The routing weight multiplies
-the second projection's input. So the output need not be saved for the routing weight's gradient.
+R is the number of rows, h the hidden size, f the experts' width, act the activation of inner, g the row's routing weight. Because g
+multiplies the input of `down`, the gradient of g does not need the output. No result depends on unused rows.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Routes tokens: chooses k experts for each token, and weights for their outputs.
+"""Chooses k experts for each token, and weights for their outputs.
 
     logits = x W^T [T, E]      scores s = softmax(logits) or sigmoid(logits)      all in the accumulation dtype
     choice                     the k largest s + bias, on a tie the lower expert; with groups, only within the best groups
-    weights g                  the chosen experts' s; with `normalize`, divided by their sum; times `scaling`.
+    weights g                  the chosen experts' s; with `normalize`, divided by their sum; times `scaling`
 
 T is the number of tokens, E the number of experts. The bias affects only the choice, so it has no gradient (2408.15664). Two losses
 add to the logits' gradient but not to the reported loss. They cover every token in the global batch, even those that the loss mask
@@ -12,12 +12,12 @@ excludes.
     sequence loss     a sum_samples S sum_i f_i P_i, f_i = E / (k S) x tokens that i counts,               2412.19437, equations
                       P_i = 1 / S sum_tokens s_i / sum(s)                                                  17 to 20
 
-The coefficients z and a are configured; i is an expert, and S the number of tokens in a sample. Expert i counts the tokens for
-which s_i is among the k largest s, without bias and groups. If `balance.sequence_counts` is `choices`, i instead counts the tokens
-that chose it. f is all-reduced over the cp x tp ranks that share a sample. With softmax, the sequence loss is Switch's auxiliary
-loss (2101.03961, equation 4) per sample.
+z and a are configured coefficients, i is an expert, S the number of tokens in a sample. Expert i counts the tokens for which s_i is
+among the k largest s, without bias and groups. With `balance.sequence_counts: choices`, i instead counts the tokens that chose it.
+f is all-reduced over the cp x tp ranks that share a sample. With softmax, the sequence loss is Switch's auxiliary loss (2101.03961,
+equation 4) per sample.
 
-A recomputed forward reuses the first forward's choices, since scores that differ in the last bit could choose other experts.
+A recomputed forward reuses the first forward's choices.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class Router:
     dynamic_scale: torch.Tensor
 
     def choose(self, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Choose experts int64 [T, k] by scores [T, E]."""
+        """Choose experts int64 [T, k] by scores [T, E] plus the bias [E], if given (`top_experts`)."""
         return top_experts(scores if bias is None else scores + bias, self.moe)
 
     def in_turn(self, positions: torch.Tensor) -> torch.Tensor:

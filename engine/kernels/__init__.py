@@ -1,1 +1,4 @@
-"""Pure tensor functions and the choice among their implementations, without communication or parameters."""
+"""Computes tensor functions, and chooses among their implementations.
+
+The functions do not communicate, and hold no parameters.
+"""

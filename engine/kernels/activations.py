@@ -1,7 +1,6 @@
-"""Activations: computed in the accumulation dtype, returned in the input's dtype.
+"""Computes activations in the accumulation dtype, and returns them in the input's dtype.
 
-Each activation has an explicit backward and saves only its input, which exists anyway. Autograd would also save copies in the
-accumulation dtype.
+Each activation has an explicit backward and saves only its input. Autograd would also save copies in the accumulation dtype.
 """
 
 import math

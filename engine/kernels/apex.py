@@ -3,9 +3,8 @@
     g <- g inv_scale,  m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2
     w <- w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay w)             (1711.05101, algorithm 2)
 
-All arithmetic is in fp32, including bias corrections. In fp32, 1 - 0.999 has a relative error of 5e-5, so the first updates may
-differ from torch's by that much. The kernel reads the learning rate, step, scale and skip flag on the device. apex's optimizer
-class is not used, because it allocates its own masters and moments.
+The kernel reads the learning rate, step, scale and skip flag on the device. It computes in fp32, including bias corrections. In
+fp32, 1 - 0.999 has a relative error of 5e-5, so the first updates may differ from torch's by that much.
 """
 
 from collections.abc import Callable, Sequence

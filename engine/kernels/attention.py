@@ -1,14 +1,14 @@
 """Computes attention with the kernel named in the configuration.
 
-    sdpa                       torch chooses a kernel for the shapes (`attention_trials.chosen` names it)
-    flash, cudnn, efficient    the named torch backend, or an error before anything is built
-    varlen                     flash attention on a GPU, with windows, documents, sinks and row parts
+    sdpa                       the kernel that torch chooses for the shapes (`attention_trials.chosen` names it)
+    flash, cudnn, efficient    torch's backend of this name, and no other
+    varlen                     flash attention on a GPU, with windows, documents, sinks and parts of rows
     te                         Transformer Engine's attention, with windows (`te_attention.py`)
-    blocks                     plain operators by query blocks, anywhere, with every feature but dropout
-    math                       torch's own formula, operator by operator, for decoding where no fused kernel runs
+    blocks                     plain operators on one block of queries at a time, on any device, with all features but dropout
+    math                       torch's formula in plain operators, for decoding where no fused kernel runs
     explicit                   plain operators that save the probabilities, the only kernel with dropout (`explicit_attention.py`)
 
-On the CPU, sdpa and flash also support windows, documents, sinks and parts.
+On the CPU, sdpa and flash also support windows, documents, sinks and parts of rows.
 """
 
 from contextlib import nullcontext

@@ -24,6 +24,8 @@ class AttentionShape:
     """The facts that decide whether an attention kernel runs on this rank.
 
     Attributes:
+        num_heads, num_kv_heads: numbers of query heads and of key/value heads on this rank.
+        pattern: features that the model's attention needs.
         value_dim: value size per head; None means `head_dim`, the query and key size.
     """
 

@@ -1,4 +1,4 @@
-"""Drops the elements that a hash of each element's key and position selects.
+"""Drops elements that are chosen by a hash of their key and position.
 
 `engine/tensor_parallel/dropout.py` computes keys and positions.
 """

@@ -1,6 +1,6 @@
-"""Computes attention in plain operators that materialise the probabilities.
+"""Computes attention in plain operators that save the probabilities.
 
-Only these operators support dropout on the probabilities. They are also the other kernels' reference.
+No other kernel supports dropout on the probabilities. This kernel is also the reference for the others.
 """
 
 from collections.abc import Callable

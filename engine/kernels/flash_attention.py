@@ -1,7 +1,7 @@
-"""Runs flash attention on a GPU in bf16 and fp16, with windows, documents and row parts.
+"""Runs flash attention on a GPU in bf16 and fp16, with windows, documents and parts of rows.
 
-The operators of torch's function (`torch.nn.attention.varlen`) are called directly. That function gives no gradient through the
-log-sum-exp, which sinks need. A dense call takes whole rows. A packed call takes documents of any length, one after the other.
+A dense call takes whole rows. A packed call takes documents of any length, one after the other. Both call the operators under
+`torch.nn.attention.varlen` directly. torch's own function gives no gradient through the log-sum-exp, which sinks need.
 """
 
 from dataclasses import dataclass
@@ -164,7 +164,7 @@ _Bounds = tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[int, int]]
 
 
 def flash_options(mask: Mask, scale: float | None) -> dict[str, Any]:
-    """Return the kernel's arguments for a window and a scale."""
+    """Return `flash_forward`'s options: the scale, and how many keys a query sees on its left and its right."""
     # The kernel counts keys to the left of the query, which also sees itself; -1 means all.
     left = -1 if mask.window is None else mask.window - 1
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}

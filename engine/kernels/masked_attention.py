@@ -2,14 +2,14 @@
 
     window      a query sees the last `window` keys, its own among them
     documents   a query sees only its own document (`engine/data/documents.py`)
-    part        the queries are stretches within a row, the keys the whole row (context parallelism)
-    sinks       one learned logit per head in the softmax's denominator, with no value (gpt-oss)
+    part        a rank has some of a row's queries, and all keys of the row (context parallelism)
+    sinks       one learned logit per head is added in the softmax's denominator, with no value (gpt-oss)
     softcap     softcap tanh(logit / softcap) replaces the logit before the mask (Gemma 2)
 
 No [s, s] mask is built. Memory and FLOPs grow only with the visible keys. The kernels are exact:
 
-    CpuFlash   torch's kernel for the CPU, any dtype
-    Blocks     plain operators on any device; only one query block's scores are in memory at a time
+    CpuFlash   torch's kernel for the CPU, in any dtype
+    Blocks     plain operators on any device, with one query block's scores in memory at a time
     Varlen     flash attention on a GPU (`engine/kernels/flash_attention.py`)
 """
 

@@ -1,11 +1,11 @@
-"""Norms over the last dim, alone or of a sum: computed in the accumulation dtype, returned in the input's dtype.
+"""Computes norms over the last dim, of a tensor alone or of a sum.
 
     alone      n = norm(x)
     of a sum   y = x + f branch, n = norm(y), where the factor f scales an addition to the residual stream x
     backward   dx = dy + (the norm's gradient for y from dn), d branch = f dx
 
-Each form saves x (or y) and the norm's statistics, and has an explicit backward. Compiled together, a sum and its norm take one
-pass over memory in each direction.
+Arithmetic is in the accumulation dtype, results are in the input's dtype. Each form has an explicit backward, and saves x (or y)
+and the norm's statistics. Compiled, a sum and its norm take one pass over memory in each direction.
 
 In eager mode, LayerNorm uses torch's own kernels everywhere, RMSNorm only on a GPU.
 """

@@ -1,9 +1,9 @@
-"""Splits one projection into queries, keys and values, rotated for attention; the backward joins their gradients.
+"""Splits one projection into queries, keys and values, and rotates queries and keys.
 
     forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; RoPE rotates q and k
-    backward   rotates the gradients back and concatenates them
+    backward   rotates the gradients of q and k back, and concatenates all three gradients
 
-Compiled, the forward is one kernel, and so is the backward. In eager mode each operation is a pass over memory.
+Compiled, forward and backward are one kernel each. In eager mode each operation is a pass over memory.
 """
 
 from collections.abc import Callable, Sequence

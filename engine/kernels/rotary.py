@@ -1,4 +1,4 @@
-"""RoPE: the rotation of queries and keys, its frequencies, and their changes for longer contexts.
+"""Rotates queries and keys by RoPE, with frequencies that may be changed for longer contexts.
 
 Formulas and defaults follow transformers' modeling_rope_utils.py. Pair i turns by base ** (-2 i / d) radians per position, where d
 is the number of rotated elements per head.

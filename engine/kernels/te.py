@@ -4,14 +4,11 @@
     gradient of the input   dX = dY W              layout NN, A = W [out, in], B = dY [n, out]
     gradient of the weight  dW (+)= dY^T X         layout NT, A = X [n, in],   B = dY [n, out], out = main grad
 
-cuBLAS is column-major, so its first operand A is the right factor of the row-major product. The layout's first letter refers to A:
-T contracts A along dim 1, N along dim 0. Operands and `out` are contiguous. The third GEMM adds to the main grad in the main grad's
-dtype.
+cuBLAS is column-major, so its first operand A is the right factor of the row-major product. The layout's first letter refers to A.
+T contracts A along dim 1, N along dim 0. Operands and `out` are contiguous. The third GEMM adds in the main grad's dtype. With FP8
+operands (`engine/kernels/fp8`) every GEMM is Y = P Q^T, in layout TN with A = Q, B = P.
 
-With FP8 operands every GEMM is Y = P Q^T on two quantised matrices (`engine/kernels/fp8`), in layout TN with A = Q, B = P.
-
-Linear layers call only this function. TE's modules would start collectives that the communication ledger (`engine/comm/ledger.py`)
-cannot record.
+TE's modules are not used. They would start collectives that the communication ledger (`engine/comm/ledger.py`) cannot record.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Computes attention by Transformer Engine's DotProductAttention, which chooses FlashAttention or cuDNN.
 
-TE reads and writes [s, b, heads, d], the layout of the projections. TE gets no process groups. With context
-parallelism, ranks exchange tokens for heads before they call TE.
+Tensors are [s, b, heads, d], the layout of the projections. TE gets no process groups. With context parallelism, ranks exchange
+tokens for heads before they call TE.
 """
 
 from typing import Any

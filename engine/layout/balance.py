@@ -1,11 +1,11 @@
-"""Choose how many layers each pipeline stage gets, so that the work is balanced; the head counts as work too.
+"""Choose how many layers each pipeline stage gets, so that the ranks' work is balanced.
 
     8 layers of work 1, a head of 2, pp 4        even      2 2 2 2 + head    the busiest rank has 4.
                                                  balanced  2 3 2 1 + head    the busiest rank has 3.
 
-A pipeline step takes as long as its busiest rank. Cuts are compared by the busiest rank's work, then by the largest stage's. Ties
-go to the most even loads, then to the even cut's order. In that order, the last stage is the first to get one layer less, then the
-first stage, then the others from the end.
+A pipeline step takes as long as its busiest rank. So cuts are compared by the busiest rank's work, then by the largest stage's. Of
+equal cuts, the one with the most even loads is taken. If several remain, stages get fewer layers in the order of the even cut:
+first the last stage, then the first stage, then the others from the end.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def balance(layers: Sequence[int], head: int, rank_of_stage: Sequence[int]) -> t
 def largest_work(
     layers: Sequence[int], head: int, counts: Sequence[int], rank_of_stage: Sequence[int]
 ) -> tuple[int, int]:
-    """Compute the largest work per rank and per stage under a cut."""
+    """Compute (the busiest rank's work, the largest stage's work) for a cut into `counts` layers per stage."""
     ends = list(accumulate(counts))
     stages = [sum(layers[end - count : end]) for count, end in zip(counts, ends, strict=True)]
     stages[-1] += head

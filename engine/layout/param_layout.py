@@ -125,14 +125,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """All parameters with one key, in buckets."""
+    """All parameters with one key, in buckets. `numel` is the buffer's length, padding included."""
 
     key: BufferKey
     numel: int
     buckets: tuple[BucketLayout, ...]
 
     def slot_numels(self, slots: int) -> list[int]:
-        """List the elements of scratch places that the buckets use in turn: the longest bucket of each."""
+        """List each slot's length in elements, that of the longest bucket i with i mod `slots` = slot."""
         lengths = [bucket.stop - bucket.start for bucket in self.buckets]
         return [max(lengths[slot::slots]) for slot in range(min(slots, len(lengths)))]
 
@@ -164,7 +164,7 @@ def layout_parameters(
         records: this rank's parameters, in forward order.
         dp: number of ranks that own a part of the dense parameters' state each.
         bucket_numel: number of elements at which a bucket is closed; where main grads are cut, a bucket is a layer.
-        expert_dp: the same for experts.
+        expert_dp: number of ranks that own a part of the experts' state each.
         zero: stage of ZeRO (`BufferKey.of`).
         alignment: number of elements; every owned part is padded to a multiple (64 elements are 256 bytes in fp32).
     """

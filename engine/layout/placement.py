@@ -27,7 +27,7 @@ class Placement:
         return self.pp * self.vpp
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Compute the stage number for a rank's chunk."""
+        """Compute which stage, counted from 0 along the model, is chunk number `chunk` on pp rank `rank`."""
         if self.is_v and chunk == 1:
             return self.num_stages - 1 - rank
         return chunk * self.pp + rank
@@ -43,5 +43,5 @@ class Placement:
         return stage % self.pp
 
     def chunk_of(self, stage: int) -> int:
-        """Compute a stage's chunk number on its rank."""
+        """Compute a stage's index, from 0, among the stages on its rank."""
         return stage // self.pp

@@ -1,1 +1,1 @@
-"""Column- and row-parallel linear layers, and the vocab-parallel embedding."""
+"""Computes column- and row-parallel linear layers, and the vocab-parallel embedding."""

@@ -1,15 +1,12 @@
 """Computes a linear layer's GEMMs with FP8 operands (`products.py` defines the three products).
 
-With one FP8 scale per tensor, the scale follows from the largest absolute value over all ranks that hold a part of the tensor.
-These are the cp ranks, and the tp ranks if the tensor is cut. A microbatch's scales are therefore the same in every layout. A small
-all-reduce computes the maximum: once for X, once for dY, and once a step for the weight. Block scales need no all-reduce, because
-no block is cut.
-
-With one scale per tensor, the layer saves X as FP8 values, 1 byte each, if nothing else saves X. With block scales, X is saved in
-the run's dtype, because X and X^T are rounded differently.
+With one scale per tensor, the scale follows from the tensor's largest absolute value over cp, and over tp if the tensor is cut. So
+all layouts have the same scales. Small all-reduces compute the maximum: for X and dY in each microbatch, for the weight once a
+step. X is saved as FP8 values, 1 byte each, if nothing else saves X. Block scales need no all-reduce, because no block is cut. With
+them X is saved in the run's dtype, because X and X^T are rounded differently.
 
 With `precision.fp8.gather: fp8`, sequence parallelism rounds X (column-parallel) or dY (row-parallel) before the gather. The
-maximum must then be reduced over tp as well.
+maximum is then reduced over tp as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -206,7 +203,7 @@ class Fp8Gemms(LinearGemms):
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
 
     def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
-        """Return part of dY as a GEMM operand, from the run's dtype or from FP8 bytes."""
+        """Convert `matrix` to a GEMM operand. It is a part of dY, in the run's dtype or as FP8 bytes."""
         fp8 = self.form.fp8
         if is_bytes(matrix):
             return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)

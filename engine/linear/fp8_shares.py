@@ -3,9 +3,9 @@
     forward     counts X once per microbatch (not in a replay), and W once
     backward    counts dY as the input-gradient GEMM reads it
 
-Each linear layer has three counts per operand: nonzero values, nonzero values that became zero, and values that were clamped. Each
-value counts once over the world. If several tp ranks hold the same tensor, only the first counts it. Only the first data- and
-context-parallel rank counts weights. `triaxis.engine.telemetry.meters.fp8_shares` sums the counts over the world.
+Each linear layer has three counts per operand: nonzero values, nonzero values that became zero, and clamped values. Each value
+counts once over the world. If tp ranks hold the same tensor, only the first of them counts it. Weights are counted only by the
+first data- and context-parallel rank. `triaxis.engine.telemetry.meters.fp8_shares` sums the counts over the world.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ class Fp8Counts:
         is_replay: function () -> whether a layer is being recomputed in the backward.
 
     Attributes:
-        step: number of the counted step, from 1; weights count once in each.
+        step: number of counted steps so far, the current one included; weights count once in each.
         is_open: whether the current step is counted.
     """
 
@@ -57,7 +57,7 @@ class Fp8Counts:
         self._counts = torch.zeros(len(self.linears), len(ROLES), 3, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """Begin a counted step."""
+        """Set the counts to zero before a counted step; layers add to them until `end`."""
         self._counts = torch.zeros_like(self._counts)
         self.is_open = True
         self.step += 1

@@ -1,23 +1,21 @@
-"""Column- and row-parallel linear layers and the vocab-parallel embedding.
-
-Shapes: s is the sequence length, b the microbatch size, t the number of tensor-parallel ranks. With sequence parallelism, (s/t)
-replaces s. Weights are [out, in]. `engine/tensor_parallel/mappings.py` defines f and g.
+"""Computes column- and row-parallel linear layers and the vocab-parallel embedding.
 
     column parallel   W = [W_1; ..; W_t], cut by output rows       Y_i = f(X) W_i^T                [s, b, out/t]
     row parallel      W = [W_1 | .. | W_t], cut by input columns   Y = g(sum_i X_i W_i^T + bias)   [s(/t), b, out]
     embedding         vocabulary cut by rows                       Y = g(sum_i rows that rank i holds)
 
-An MLP is a column-parallel layer, a nonlinearity and a row-parallel layer.
+Here s is the sequence length, b the microbatch size, t the number of tensor-parallel ranks. With sequence parallelism, (s/t)
+replaces s. Weights are [out, in]. `engine/tensor_parallel/mappings.py` defines f and g. Activations are made contiguous and
+multiplied as matrices [s * b, in] (`products.py`).
 
 In the column-parallel backward, communication runs under the GEMMs, in this order:
-    1. post the all-gather of X (sequence parallelism keeps only a shard, unless `recompute.gathered_inputs` is keep).
-    2. dX = dY W                       3. post f's backward on dX
-    4. dW += dY^T X                    5. wait for dX
+    1. post the all-gather of X, if sequence parallelism has saved only a shard (`recompute.gathered_inputs`)
+    2. dX = dY W
+    3. post f's backward on dX
+    4. dW += dY^T X
+    5. wait for dX
 
 If weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later. A row-parallel layer then gathers dY a second time.
-
-Activations are made contiguous and multiplied as matrices [s * b, in] (`products.py`). Given [s, b, in], torch would run s small
-GEMMs for one sample with transposed tokens.
 """
 
 import math

@@ -4,8 +4,8 @@
     input gradient    dX = dY W
     weight gradient   dW += dY^T X
 
-X [n, in] and dY [n, out] are whole if the layer has gathered them; else their columns are cut over tp. A `LinearForm` selects the
-implementation: torch in the run's dtype (here), FP8 (`fp8_gemms.py`), or Transformer Engine (`te_gemms.py`).
+X [n, in] and dY [n, out] are whole if the layer has gathered them. Otherwise their columns are cut over tp. A `LinearForm` selects
+the implementation: torch in the run's dtype (here), FP8 (`fp8_gemms.py`), or Transformer Engine (`te_gemms.py`).
 """
 
 from abc import abstractmethod
@@ -299,7 +299,7 @@ class LinearForm:
         return self
 
     def gemms(self, parts: LinearParts) -> LinearGemms:
-        """Build the object that computes a layer's products."""
+        """Build a layer's products. A layer calls this once, when it is constructed."""
         return LinearGemms(parts)
 
 

@@ -1,4 +1,4 @@
-"""Defers weight-gradient GEMMs for zero-bubble schedules, which run them apart from the input gradients."""
+"""Defers weight-gradient GEMMs, so that zero-bubble schedules can run them later."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,8 +1,13 @@
-"""Buckets of flat buffers: reduced in one call, gathered in one, in memory of their own or in slots.
+"""Reduces and gathers flat buffers by buckets, each in one call.
 
-A bucket's last gradient posts its reduce-scatter. Where a rank keeps only its own part (ZeRO-2 and 3), buckets share slots of whole
-buckets: main grads are reduced after each microbatch (`Slot`), and weights are gathered at their use (`WeightSlots`). With replicas
-of the state (HSDP), the reduced part is then summed over them (`ReplicaSums`).
+A bucket's last gradient posts its reduce-scatter. With replicas of the state (HSDP), `ReplicaSums` then sums the reduced part over
+the replicas.
+
+A bucket has its own memory, unless a rank keeps only its own part (ZeRO-2 and 3). Then buckets take turns in slots, which are large
+enough for a whole bucket:
+
+    `Slot`          main grads, reduced after each microbatch (ZeRO-2 and 3)
+    `WeightSlots`   weights, gathered when they are used (ZeRO-3)
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +29,12 @@ OnGrad = Callable[[ShardedParameter], None]
 
 @dataclass
 class Slot:
-    """Scratch memory for the main grads of one bucket at a time, where a rank keeps only its own part of them (ZeRO-2).
+    """Scratch memory that holds one bucket's full main grads at a time, until they are reduce-scattered.
+
+    Used with ZeRO-2 and 3, where a rank keeps only its own part of the main grads.
 
     Attributes:
-        grads: flat tensor of the longest of its buckets.
+        grads: flat tensor, as long as the longest bucket that uses the slot.
         sending: bucket whose reduce-scatter reads the slot; None: the slot is free.
     """
 

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data (plain Python), and the executor that runs them (torch)."""
+"""Builds pipeline schedules as data (plain Python), and executes them (torch)."""

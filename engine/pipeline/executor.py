@@ -1,9 +1,9 @@
 """Runs a lowered schedule on one pipeline rank.
 
-The executor has no code for 1F1B or interleaving. It runs a list of instructions, which `validate.py` has checked. For each action:
+The executor runs a list of instructions, which `validate.py` has checked. It has no code for single schedules. For each action:
 
-    F   takes the input (tokens on the first stage), runs the chunk, hands the output over
-    B   takes the output's gradient (given on the last stage), runs the backward, hands the input's gradient over
+    F   takes the input (tokens on the first stage), runs the chunk, and hands the output over
+    B   takes the output's gradient (given on the last stage), runs the backward, and hands the input's gradient over
     I   does the same as B, but defers the weight-gradient GEMMs
     W   runs the deferred GEMMs
 

@@ -2,20 +2,19 @@
 
     0F0 0F1 0B0 ...   ->   0F0 | send F0 to rank 1 | 0F1 | send F1, receive the gradient of 0 | 0B0 ...
 
-**Channels.** Activations go over the process group `forward`, gradients over `backward`. A hand-over between two stages on one rank
-is local and no transfer.
+Activations go over the process group `forward`, gradients over `backward`. A hand-over between two stages on one rank is local and
+no transfer.
 
-**The order.** NCCL matches a group's calls by their order. So all ranks post a group's transfers in ONE order. Its key is a time in
-the schedule's timeline (F costs 1, B costs 2, no latency):
+**The order.** NCCL matches a group's calls by their order. So all ranks post a group's transfers in one order, by this time in the
+schedule's timeline (F costs 1, B costs 2, no latency):
 
     time(transfer) = max(end of the action that produces, end of the action two before the one that consumes)
 
-The receiver may post from the second time on, just before the action that precedes the consumer. So the transfer overlaps this
-preceding action. A rank holds at most one early receive buffer per direction and chunk.
+Early receives are posted just before the action that precedes the consumer, and overlap this preceding action. A rank holds at most
+one early receive buffer per direction and chunk.
 
-**Late receives.** A program's second form posts each receive right before its consumer, or before the weight-gradient actions that
-precede the consumer. Every transfer is exposed, but no receive waits on the device during an action that could block the whole
-device. The first run after a start uses this form, because loading kernels may block the device.
+**Late receives.** In a program's late form, each receive is posted right before its consumer, or before the weight-gradient actions
+that precede the consumer. Every transfer is exposed, but no receive waits on the device during another action.
 
 **Grouping.** NCCL does not define what happens when a pair's transfers are grouped at one end only. So a group call is split until
 each pair's transfers are grouped alike at both ends.

@@ -1,7 +1,7 @@
-"""Moves the tensors between pipeline stages, for one rank.
+"""Moves tensors between pipeline stages, for one rank.
 
 Activations go over the axis `pp_forward`, their gradients over `pp_backward`. Each `Post` is one group call. A tensor for a stage
-on the same rank never touches an axis.
+on the same rank uses neither axis.
 """
 
 from collections.abc import Mapping

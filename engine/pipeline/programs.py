@@ -1,12 +1,12 @@
-"""Holds the two programs of a schedule, and chooses which of them runs next.
+"""Chooses which of a schedule's two programs runs next, the early or the late one.
 
 The early form posts receives ahead of need, the late form right before their use:
 
     run      1      2  3  4 ...     k          k+1 ... k+STEPS_AFTER_RETRY     ...
     form     late   early           (retry)    late                            early
 
-A first run, or an allocator that frees memory and retries, may make the host wait for all work on its GPU. An early receive spins
-on that GPU until its peer sends. If the peer waits in the same way, both ranks are stuck. Late receives cannot deadlock like this,
+In a first run, or when an allocator frees memory and retries, the host may wait for all work on its GPU. An early receive is such
+work until its peer sends. If the peer's host waits in the same way, both ranks are stuck. Late receives cannot deadlock like this,
 as `triaxis.engine.pipeline.validate` proves for each program.
 """
 
@@ -34,7 +34,7 @@ class Programs:
     Attributes:
         early: program whose receives are posted before the action that precedes their consumer.
         late: program whose receives are posted right before their consumer.
-        facts: facts about the early form.
+        facts: what `check` counted in the early form: peak microbatches and receives, and transfers, per rank.
 
     Raises:
         ScheduleError: the schedule is incomplete, out of order, or one of its programs would deadlock.
@@ -48,7 +48,7 @@ class Programs:
         self._late_runs = 1
 
     def next(self) -> Program:
-        """Return the next run's program."""
+        """Return the next run's program. Call this once per run, since it counts down the late runs."""
         if not self._late_runs:
             return self.early
         self._late_runs -= 1

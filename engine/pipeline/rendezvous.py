@@ -3,20 +3,20 @@
 A rank is a row of calls and steps. A step is a computation or a wait that needs some of its rank's earlier calls to be complete.
 These rules always hold:
 
-    channel      a rank runs its calls on a communicator in order. The first call that has not completed is the head.
-    blocked head a call whose peer does not come blocks all later calls in its channel.
-    rendezvous   a send completes only together with its receive. Nothing is buffered.
-    order        the k-th send from rank a to b meets the k-th receive at b from a. There are no tags.
-    group call   the messages of the head progress together, each with the head of its peer. The call completes as a whole.
-    collective   completes when the same collective is the head at every member.
-    step         begins when the calls that it needs have completed. Posting never waits.
+    channel        A rank runs its calls on a communicator in order. The first call that has not completed is the head.
+    blocked head   A call whose peer does not come blocks all later calls in its channel.
+    rendezvous     A send completes only together with its receive. Nothing is buffered.
+    order          The k-th send from rank a to b meets the k-th receive at b from a. There are no tags.
+    group call     The head's messages progress together, each with its peer's head. The call completes as a whole.
+    collective     A collective completes when it is the head at every member.
+    step           A step begins when the calls that it needs have completed. Posting never waits.
 
 `Rules` adds what a GPU and NCCL may add in the worst case:
 
-    first use    the first group call with a peer blocks the host until the peer's host is in the mirrored call. Both calls must
-                 open the same connections (NVIDIA/nccl issue 783; pull request 2407).
-    device       a step begins only when every earlier call on its rank has completed, as a cudaMalloc may require.
-    one queue    nothing after a call is launched before the call is the head (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    first use      The first group call with a peer blocks the host until the peer's host is in the mirrored call. Both calls must
+                   open the same connections (NVIDIA/nccl issue 783; pull request 2407).
+    device         A step begins only when every earlier call on its rank has completed, as a cudaMalloc may require.
+    one queue      Work after a call is launched only once the call is the head (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
 A step that can happen stays possible until it happens. So one execution decides for all speeds of ranks and links. A program that
 ends under all rules together ends under each of them alone.

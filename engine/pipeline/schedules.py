@@ -1,17 +1,18 @@
 """Builds every rank's compute actions from the pipeline's sizes.
 
-    gpipe         FFFFBBBB        all forwards, then all backwards; m microbatches in flight
-    1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down; p - r in flight
-    interleaved                   1f1b with v chunks per rank; bubble / v, for more transfers
-    zb_h1                         1f1b whose weight gradients wait, on rank r for at most r microbatches
+    gpipe         FFFFBBBB        all forwards, then all backwards, with m microbatches in flight
+    1f1b          FFF FB FB BBB   warm-up, then forwards and backwards in turn, then cool-down, with p - r in flight
+    interleaved                   1f1b with v chunks per rank, which divides the bubble by v and needs more transfers
+    zb_h1                         1f1b with delayed weight gradients, of at most r microbatches on rank r
     zbv                           two chunks per rank in a V, with weight gradients in the bubble
     forward_only  FFFF            forwards alone, for validation and generation
 
-m is the number of microbatches, p the number of pp ranks, r a rank's index, v = vpp. "In flight" are microbatches whose forward has
-started and whose backward has not ended.
+m is the number of microbatches, p the number of pp ranks, r a rank's index, v = vpp. A microbatch is in flight from the start of
+its forward to the end of its backward.
 
-A rank runs its forwards in one fixed order and its backwards in another. A schedule is those two orders and the number of forwards
-before the first backward (the warm-up). `triaxis.engine.pipeline.zero_bubble` builds the schedules that split a backward in two.
+A rank runs its forwards in one fixed order and its backwards in another. A schedule is given by those two orders and the warm-up,
+the number of forwards before the first backward. `triaxis.engine.pipeline.zero_bubble` builds the schedules that split a backward
+in two.
 """
 
 from collections.abc import Callable, Mapping, Sequence

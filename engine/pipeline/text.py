@@ -1,11 +1,11 @@
 """Writes schedules as text, and draws them for the terminal.
 
-    schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no          (placement=v where chunks are placed in a V)
+    schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 0F0 0B0 0F1 0B1 0F2 0B2
 
-A lowered program has the group calls in brackets. `>F1@2` sends microbatch 1's activation to stage 2. `<B0@1` receives microbatch
-0's gradient for stage 1's output.
+If chunks are placed in a V, the first line ends with `placement=v`. A lowered program has its group calls in brackets. `>F1@2`
+sends microbatch 1's activation to stage 2. `<B0@1` receives microbatch 0's gradient for stage 1's output.
 """
 
 from collections.abc import Mapping, Sequence

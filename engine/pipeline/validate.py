@@ -1,12 +1,11 @@
 """Proves that a schedule or a lowered program runs to its end.
 
-**A schedule** must have one F per stage and microbatch, and then one B, or one I and later one W. If each rank runs its actions in
-turn, no rank may wait for ever.
+**A schedule** has for each stage and microbatch one F, and later one B, or one I and later one W. When each rank runs its actions
+in turn, no rank waits for ever.
 
-**A program** must moreover send and receive each needed tensor once, and in time. Both ranks of a pair must group their transfers
-alike. The program must also run to its end under the rules in `triaxis.engine.pipeline.rendezvous`. The check assumes NCCL, one
-hardware queue, and open connections between ring neighbours. A program with late receives must end even if every step waits for the
-whole device.
+**A program** also sends and receives each needed tensor once, and in time. Both ranks of a pair group their transfers alike. The
+program ends under the rules in `triaxis.engine.pipeline.rendezvous`, given NCCL, one hardware queue, and open connections between
+ring neighbours. A program with late receives ends even if every step waits for the whole device.
 """
 
 from collections import Counter

@@ -29,7 +29,7 @@ from triaxis.engine.telemetry.record.events import EventKind
 
 
 class GuardNotices(Protocol):
-    """Receiver of a guard's events, called on every rank with the same arguments."""
+    """Receiver of a guard's events, called on every rank with the same arguments. `step` counts from 0."""
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None: ...
 
@@ -42,7 +42,9 @@ class OneStep(Protocol):
 
 
 class Guard:
-    """The guard of one run's steps, on every rank.
+    """Judges one run's steps by their numbers, and raises an error if the run must stop or roll back.
+
+    Every rank has one and calls it alike.
 
     Args:
         engine: engine that runs the steps.
@@ -64,7 +66,7 @@ class Guard:
         self._last_alike: int | None = None
 
     def limits(self, step: int) -> StepLimits:
-        """Return the limits for the loss and gradient norm in step `step`, from 0."""
+        """Return the limits for loss and gradient norm in step `step`, from 0, derived from recent steps."""
         return self._history.limits(step, self._config)
 
     def before_update(self, step: int) -> None:

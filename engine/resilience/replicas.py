@@ -1,22 +1,21 @@
-"""Detection of silent corruption: ranks with the same weights compare fingerprints.
+"""Detects silent corruption: ranks that hold the same weights compare fingerprints.
 
-    replicated weights                                          compared over
-    every weight but experts', on all data-parallel ranks       dp (dp_shard, with replicas of the state)
-    experts' weights                                            expert_dp (expert_dp_shard)
-    all of these, if the state has replicas                     dp_replicas
-    norms, row-parallel biases, learned positions               tp
-    key/value weights, where kv heads < tp                      kv_replicas
-    tied embedding                                              ends (first and last stage)
+    weights                                           compared over
+    non-expert weights                                dp (dp_shard, if the state has replicas)
+    expert weights                                    expert_dp (expert_dp_shard, if the state has replicas)
+    all weights, if the state has replicas            dp_replicas
+    norms, row-parallel biases, learned positions     tp
+    key/value weights, if kv heads < tp               kv_replicas
+    tied embedding                                    ends (first and last stage)
 
-The check runs every K steps, after the gradients and before the update, on the weights that the step has used. (It must come before
-the update, which overwrites all copies with their owners' values.) A fingerprint is the sum of a weight's bits as integers, modulo
-2^64: one flipped bit always changes it. All ranks on an axis compute the maximum of [sums, ~sums] in one small all-reduce. The
-halves of the result are each other's complement only if all ranks have equal sums. The host reads the result together with the
-step's other numbers.
+The check runs every K steps, on the weights that the step has used. It must come before the update, which overwrites all copies
+with their owners' values. A fingerprint is the sum of a weight's bits as integers, modulo 2^64. One flipped bit always changes it.
+All ranks on an axis compute the maximum of [sums, ~sums] in one small all-reduce. Its halves are each other's complement only if
+all ranks have equal sums.
 
-The check does not cover main grads, activations, and state that ZeRO-1 holds only once: master weights and moments (in fp32 and
-float64 the owner's weights are the master weights). A fault in these spreads to all replicas alike. It shows only if several owners
-hold the same state, as for norms over tp.
+Not covered are activations, main grads, master weights and moments. (In fp32 and float64 the owner's weights are the master
+weights.) With ZeRO-1 only one rank computes each part of the update, so a fault there reaches all replicas alike. It shows only
+where several owners hold the same state, as for norms over tp.
 """
 
 from collections import Counter

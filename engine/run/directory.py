@@ -269,7 +269,7 @@ class RunDirectory:
         return cls(_path_of(runs_dir, name), attempt, None)
 
     def checkpoints(self, config: Config) -> CheckpointDirectory:
-        """Return this run's checkpoint folder."""
+        """Return the checkpoint folder: `checkpoint.dir` if set, else `checkpoints/` in this directory."""
         return CheckpointDirectory(Path(config.checkpoint.dir or self.path / CHECKPOINTS))
 
     def profile(self, rank: int, profile: ProfileConfig) -> Path:
@@ -282,7 +282,7 @@ class RunDirectory:
         return self.path / "timeline" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.json"
 
     def memory_snapshot(self, rank: int) -> Path:
-        """Return the path of a rank's allocator snapshot."""
+        """Return the path for a rank's allocator snapshot, written if it runs out of GPU memory in this attempt."""
         return self.path / "memory" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.pickle"
 
     def hang(self) -> Path:
@@ -297,7 +297,7 @@ class RunDirectory:
         return self.path / METRICS
 
     def events(self, node: int) -> Path:
-        """Return the path of a node's event file."""
+        """Return the path of a node's event file, to which all attempts append."""
         return run_entries.events_file(self.path, node)
 
     @property
@@ -347,10 +347,10 @@ class RunDirectory:
         self.finished = results
 
     def finished_message(self, config: Config) -> str:
-        """Format the message for a start of a finished run.
+        """Format the message for a user who starts this finished run again.
 
         Args:
-            config: configuration for this start.
+            config: the new start's configuration.
         """
         assert self.finished is not None, "only a finished run has this message"
         results = ", ".join(f"{key} {_short(value)}" for key, value in self.finished.items() if value is not None)

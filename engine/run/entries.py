@@ -92,7 +92,7 @@ def _resolved(path: Path) -> Path:
 
 
 def check_kinds(path: Path) -> None:
-    """Refuse entries of the wrong kind in a run directory.
+    """Refuse a run directory in which `FILES` or event files are not regular files, or `FOLDERS` not folders.
 
     Raises:
         TriaxisError: some entries are of another kind, such as a folder; the message names all of them.
@@ -144,7 +144,8 @@ def check_same_config(path: Path, config: Config) -> None:
     """Refuse a configuration with which the directory's metrics would mix two runs.
 
     Raises:
-        TriaxisError: fields differ, or config.yaml is damaged; the message names the fields or the damage.
+        TriaxisError: fields differ that neither the resume rules nor `checkpoint.accept` allow, or config.yaml is damaged; the
+            message names the fields or the damage.
         OSError: config.yaml cannot be read.
     """
     written = path / CONFIG

@@ -29,7 +29,7 @@ class StepWatcher:
         """Called when the run starts, or continues after a rollback, with the number of completed steps."""
 
     def enter(self, part: StepPart) -> None:
-        """Called when the loop enters `part`."""
+        """Called when the loop ends its running part and enters `part`. `FIRST` begins a step."""
 
     def instruction(self, instruction: Instruction | None) -> None:
         """Called before the executor runs each instruction, and with None after the last one."""

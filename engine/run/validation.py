@@ -20,7 +20,7 @@ from triaxis.engine.step import Engine
 
 
 class StepSource(Protocol):
-    """A source of global batches in order."""
+    """A source of this rank's microbatches, step by step. `next_labels` counts the labels in the step not yet taken."""
 
     consumed_samples: int
 

@@ -82,7 +82,7 @@ class Sources:
 
 
 def is_path(source: str) -> bool:
-    """Whether a source is the path of a file or package, and not a module's name."""
+    """Whether a source is a path, which contains / or ends with .py. Other sources are modules' names."""
     return "/" in source or source.endswith(".py")
 
 

@@ -86,7 +86,7 @@ class TrainingObserver:
             watcher.begin(steps_made)
 
     def enter(self, part: StepPart) -> None:
-        """Report the loop's next part to the timers, meters and watchers."""
+        """Notify timers, meters and watchers. Except for VALIDATION, first hand the last step's record to the sinks."""
         if part is not StepPart.VALIDATION:
             self.telemetry.flush()
         if self.telemetry.report is not None:
@@ -101,7 +101,7 @@ class TrainingObserver:
             watcher.enter(part)
 
     def on_batch(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Compute how unevenly the context-parallel ranks share the next step's attention work."""
+        """Compute the next step's `cp_imbalance`: the largest attention work on a cp rank over the mean."""
         work = [each.rank_work for each in microbatches if each.rank_work is not None]
         self._cp_imbalance = imbalance(work) if work else None
 

@@ -29,6 +29,8 @@ from triaxis.engine.comm.collectives import Axis
 class TensorParallelRegion:
     """The tensor-parallel region, and how activations outside are sharded.
 
+    A method's `purpose` labels its call in the communication ledger.
+
     Attributes:
         axis: the tp axis.
         sequence_parallel: whether activations outside the region are sharded along the sequence.

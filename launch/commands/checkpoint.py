@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print a checkpoint's content."""
+    """Print a checkpoint's facts and its parameters by module; with --tensors also each tensor's shape and dtype."""
     from triaxis.engine.checkpoint.directory import find
 
     candidate = find(args.path)
@@ -107,7 +107,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the differences between two checkpoints. The exit code is 1 if any tensor differs."""
+    """Print two checkpoints' differences. The exit code is 1 if any tensor differs in more than its dtype."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.launch.inspect.compare import compare_values, differences
 

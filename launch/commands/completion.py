@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """Build one parser with all commands."""
+    """Build one parser with all commands. Its paths and configs are marked for shtab to complete."""
     import shtab
 
     from triaxis.launch.cli import COMMANDS, command_module, command_parser

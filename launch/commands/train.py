@@ -49,7 +49,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the run. Return its exit code."""
+    """Start the run here, or on the hosts in HOSTFILE if that is set. Return its exit code."""
     asked = request(args)
     if hostfile.is_asked_for(os.environ):
         flags = [FROM_SCRATCH] if args.from_scratch else []

@@ -135,7 +135,7 @@ def _with_gpu(facts: RankFacts, device: torch.device, *, first_of_node: bool) ->
 
 
 def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Read the version of NVIDIA's kernel driver."""
+    """Read the version of NVIDIA's kernel driver; "unknown" if the file is missing or names none."""
     if not path.exists():
         return "unknown"
     words = path.read_text().partition("\n")[0].split()

@@ -276,7 +276,11 @@ def judge_corpora(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_clocks(seen: Examination) -> Iterator[Finding]:
-    """Compare the nodes' clocks with rank 0's."""
+    """Compare the nodes' clocks with rank 0's.
+
+    The finding is WARN above CLOCK_WARN_SECONDS and FAIL above CLOCK_FAIL_SECONDS. A clock's precision is first subtracted from
+    its offset.
+    """
     clocks = [(one, one.clock) for one in seen.facts if one.clock is not None]
     if len(clocks) < 2:
         return

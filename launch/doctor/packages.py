@@ -26,7 +26,7 @@ USES = {
 
 
 def read_packages(device: torch.device, dtype: torch.dtype) -> tuple[PackageFacts, ...]:
-    """Look for the packages in `USES`.
+    """Read the versions of the packages in `USES`, and try Transformer Engine and apex if they are installed.
 
     Args:
         device, dtype: the run's device and dtype, with which Transformer Engine and apex are tried.

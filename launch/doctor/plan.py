@@ -99,7 +99,7 @@ def data_files(config: Config) -> list[Path]:
 
 
 def needs(config: Config, backend: str) -> Needs:
-    """Compute what the run needs. Each node builds its own index cache, so the cache folder need not be shared."""
+    """Compute a checkpoint's size and the folders to share. The index cache is not shared; each node builds its own."""
     saves = config.checkpoint.saves
     saved_to = CHECKPOINT_DIR if config.checkpoint.dir is not None else RUNS_DIR
     # A checkpoint holds each parameter's state kinds in the accumulation dtype.

@@ -258,7 +258,11 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All facts and rates. `groups` are on the layout's axes. A path leads from one rank to one on another node."""
+    """All facts and rates.
+
+    `groups` are on the layout's axes. A path leads from one rank to one on another node. `tp_groups` has the ranks of each
+    tensor-parallel group.
+    """
 
     needs: Needs
     facts: tuple[RankFacts, ...]

@@ -24,7 +24,7 @@ from triaxis.models.predict.traffic import measured_traffic
 
 
 class OwnCostsMeter:
-    """Measured costs of extensions, one measurement per combination of layout sizes."""
+    """Measured costs of extensions, one measurement per combination of sizes and settings that can change them."""
 
     def __init__(self) -> None:
         self._known: dict[object, OwnCosts] = {}

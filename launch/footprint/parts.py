@@ -71,7 +71,7 @@ class InstructionCost:
 
 @dataclass
 class Total:
-    """A whole step, added up from parts. The total equals `MemoryWatch.step` and the step's ledger."""
+    """A whole step, added up from parts. `log` equals the step's ledger, `extremes` equals `MemoryWatch.step`."""
 
     log: list[Event] = field(default_factory=list)
     extremes: Extremes = field(default_factory=Extremes)
@@ -100,17 +100,17 @@ class Recorder:
         self._where: dict[int, tuple[int, int]] = {}
 
     def __call__(self, instruction: Instruction | None) -> None:
-        """End the previous instruction's part. None: all instructions have run."""
+        """End the previous instruction's part before an instruction runs. None: all instructions have run."""
         self._end_part()
         self.watch.phase = "gradients" if instruction is None else "pipeline"
 
     def begin_update(self) -> None:
-        """Begin the update, when the gradients are complete."""
+        """End the part `finish`. Call this when the gradients are complete, before the update."""
         self._end_part()
         self.update_start = Counter(self.watch.live)
 
     def end(self) -> None:
-        """End the step's last part."""
+        """End the part `update`. Call this after the update and its all-gathers."""
         self._end_part()
 
     def _end_part(self) -> None:

@@ -98,7 +98,7 @@ def real_steps(
 
 @torch.no_grad()
 def draw_weights(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Draw weights with an ordinary standard deviation, in place."""
+    """Draw normal weights with standard deviation WEIGHT_STD, in place. The seed is not used."""
     for parameter in parameters:
         parameter.value.normal_(std=WEIGHT_STD)
 

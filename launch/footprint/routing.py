@@ -23,7 +23,10 @@ Counts = Sequence[Sequence[int]]
 
 
 def counts_in_turn(config: Config, grid: RankGrid, rank: int, rows: Sequence[Sequence[int]]) -> Counts:
-    """Count the choices of the ranks that share experts with `rank`. `rows` has each sample's document lengths."""
+    """Count a microbatch's choices, for each rank that shares experts with `rank`.
+
+    `rows` has the document lengths of each sample in the microbatch.
+    """
     moe, sizes = config.model.moe, grid.sizes
     assert moe is not None, "a model with experts says which"
     first = rank - rank % sizes.expert_ranks

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
-    """Return this rank's measured and expected traffic in a training step."""
+    """Run two training steps, and return this rank's (measured, expected) traffic in the second."""
     config, topology = rank.resolved, rank.topology
     engine = build(config, topology, build_chunks)
     dataset = SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length)

@@ -40,7 +40,7 @@ class TokenTimes:
 
     @property
     def prompt_seconds(self) -> float:
-        """Seconds until the first token."""
+        """Seconds from the start to the first token; 0.0 if none has come."""
         return self.first - self.started if self.num_tokens else 0.0
 
     @property

@@ -67,7 +67,7 @@ class Asked:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the arguments that all commands for trained models share."""
+    """Add what commands for trained models share: checkpoint, overrides, --tp, --pp, --weights, --json."""
     parser.takes(CHECKPOINT, "step_00001000, a folder of checkpoints or a run directory (their latest)")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel ranks (default: 1)")

@@ -291,7 +291,8 @@ def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, flo
 
     Args:
         label: chart description.
-        rows: (name, bars); a bar is (CSS class, meaning, length, its value as text with a unit).
+        rows: (name, bars); a bar is (CSS class, meaning, length, its value as text with a unit). Lengths are relative to the
+            longest bar's.
     """
     bar, gap, left, right = 12, 9, 86, 110
     height = sum(len(bars) * bar + gap for _, bars in rows) + gap
@@ -359,7 +360,7 @@ def stacked_bar_chart(
 
 
 def share_bar(label: str, parts: Mapping[str, float]) -> str:
-    """Draw one bar of shares that add up to 100 %. The colours c0, c1, .. follow the order of `parts`."""
+    """Draw one bar with each part's share of the parts' sum. The colours c0, c1, .. follow the order of `parts`."""
     whole = sum(parts.values()) or 1.0
     drawn, left = [], 0.0
     for number, (name, value) in enumerate(parts.items()):

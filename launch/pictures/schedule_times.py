@@ -18,7 +18,8 @@ MOST_PIECES = 12
 def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
     """Build a table with a row per rank.
 
-    A row has shares of the step's time, peak microbatches in flight, and peak weight gradients held.
+    A row has shares of the step's time: actions, bubble, and waits for messages. Peak microbatches in flight follow. Peak weight
+    gradients held follow if any rank defers some.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     held = facts.peak_held

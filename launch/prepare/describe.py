@@ -40,7 +40,7 @@ class CorpusCounts:
 
 
 def describe(corpus: IndexedTokens, eod_id: int | None) -> CorpusCounts:
-    """Count documents and tokens, and examine up to MOST_DOCUMENTS documents."""
+    """Count documents and tokens, and examine at most MOST_DOCUMENTS documents, evenly spaced."""
     looked_at = min(corpus.num_documents, MOST_DOCUMENTS)
     chosen = np.arange(looked_at) * corpus.num_documents // looked_at
     lengths = corpus.document_lengths(range(corpus.num_documents))[chosen]

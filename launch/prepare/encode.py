@@ -39,6 +39,7 @@ class EncodeSettings:
         dtype: dtype of the token files.
         append_eod: whether each document ends with the end-of-document token.
         on_bad: whether to stop at bad input, or to skip and count it.
+        num_units: number of units, which is also the number of rows in the progress table.
     """
 
     tokenizer: str

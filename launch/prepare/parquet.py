@@ -20,7 +20,7 @@ RULE = "Each row of a parquet file is one document; --text-key names another col
 
 
 class Parquet:
-    """The reader for parquet files."""
+    """The reader for parquet files, in which each row is one document."""
 
     title = "parquet"
 

@@ -36,7 +36,7 @@ PROGRESS = "progress"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A complete part on disk."""
+    """A complete part on disk. `left_out` counts the bad input that is not in it."""
 
     path: Path
     """Path of the part's files, without their suffix."""

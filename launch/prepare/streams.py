@@ -46,7 +46,7 @@ Opener = Callable[[Path], AbstractContextManager[Stream]]
 
 @contextmanager
 def open_plain(path: Path) -> Iterator[Stream]:
-    """Open a file that is not compressed."""
+    """Open an uncompressed file, whose `content` and `raw` are then the same stream."""
     with path.open("rb") as handle:
         yield Stream(handle, handle)
 

@@ -28,7 +28,7 @@ RULE = "Tokens are integers: numpy's .npy, or a .bin of nanoGPT or llm.c."
 
 
 class TokenFile:
-    """The reader for token files."""
+    """The reader for files of ready-made tokens, which are not encoded again."""
 
     title = "tokens"
 

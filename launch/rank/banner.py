@@ -21,7 +21,7 @@ from triaxis.models.predict.rank_memory import predict
 
 
 def count_parameters(engine: Engine) -> dict[str, int]:
-    """Count parameters by module over all ranks."""
+    """Count the model's parameters by module, each once, however many ranks hold it. Every rank calls it."""
     topology = engine.topology
     axes = {name: topology.optional_axis(name) for name in ("tp", "kv_replicas", "ends")}
     shares = local_counts(
@@ -35,7 +35,14 @@ def count_parameters(engine: Engine) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """The run in words, for the banner."""
+    """The run in words, for the banner.
+
+    Attributes:
+        layout: parallel sizes and pipeline schedule.
+        device: number of ranks and nodes, device and backend.
+        kernels: chosen kernels, and fp8 if it is used.
+        layers_per_chunk: number of layers in each of this rank's chunks.
+    """
 
     layout: str
     schedule: str

@@ -20,7 +20,7 @@ LOOK_SECONDS = 1.0
 
 
 class DirectoryWatch(StepWatcher):
-    """A step watcher that checks the run directory.
+    """A step watcher on rank 0 that restores the run directory and its locks if they are removed or moved.
 
     Args:
         directory: run directory in which this attempt has begun.

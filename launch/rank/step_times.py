@@ -48,7 +48,7 @@ def open_step_times(config: Config, topology: Topology, marks: TimeMarks, direct
 
 
 def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:
-    """Create the rank comparison on rank 0; None on other ranks, or if times are not split. Every rank calls it."""
+    """Create the rank comparison on rank 0; None elsewhere, or without `telemetry.time_split`. Every rank calls it."""
     topology = engine.topology
     if times is None or not engine.config.telemetry.time_split:
         return None

@@ -90,7 +90,7 @@ class RunRecord:
 
     @property
     def layout(self) -> Mapping[str, Any]:
-        """Layout of the last attempt that recorded one."""
+        """Layout of the last attempt that recorded one; empty if none did."""
         return next((attempt.layout for attempt in reversed(self.attempts) if attempt.layout), {})
 
     @property

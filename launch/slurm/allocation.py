@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """The result of a SLURM command."""
+    """A SLURM command's result. `failed`: it ended with a nonzero exit code, did not run, or did not end in time."""
 
     failed: bool
     stdout: str

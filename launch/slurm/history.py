@@ -100,12 +100,12 @@ class History:
             ) from None
 
     def begin(self, job: str, restart: int, nodes: Sequence[str], from_step: int) -> None:
-        """Record the start of an attempt."""
+        """Add an attempt that starts now, and write the file. `from_step` is the newest checkpoint's step, or 0."""
         self.attempts.append(Attempt(job, restart, tuple(nodes), time.time(), from_step))
         self._write()
 
     def end(self, outcome: Outcome, to_step: int, blamed: Sequence[str] = ()) -> None:
-        """Record the end of the last attempt."""
+        """Add outcome, newest checkpoint's step and blamed nodes to the last attempt, and write the file."""
         self.attempts[-1] = replace(
             self.attempts[-1], outcome=outcome.value, to_step=to_step, blamed=tuple(sorted(blamed))
         )
@@ -113,7 +113,7 @@ class History:
 
     @property
     def excluded(self) -> list[str]:
-        """Nodes to exclude from the next attempt, after at least `FAILURES_TO_EXCLUDE` failures."""
+        """Nodes blamed in at least `FAILURES_TO_EXCLUDE` attempts, sorted. The next attempt excludes them."""
         failures = Counter(node for attempt in self.attempts for node in attempt.blamed)
         return sorted(node for node, count in failures.items() if count >= FAILURES_TO_EXCLUDE)
 

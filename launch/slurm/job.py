@@ -119,7 +119,7 @@ class SrunStep:
         self._others_are_killed = False
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Start srun, wait for it, and return its exit code."""
+        """Run srun and return its exit code. After a task fails, the others get `OTHERS_END_SECONDS` to end."""
         self._srun = subprocess.Popen(
             words, env=variables, stderr=subprocess.PIPE, text=True, errors="backslashreplace"
         )

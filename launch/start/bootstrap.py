@@ -315,7 +315,7 @@ def torch_for(driver: Driver, tested: str, variables: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class OwnTorch:
-    """A torch installed in the Python that runs this file."""
+    """A torch installed in the Python that runs this file. `folder` is the site-packages folder that holds it."""
 
     version: str
     folder: Path

@@ -89,7 +89,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser for one command or verb, with options and words in any order.
 
     Attributes:
-        renamed: verbs renamed before the first release, and their new names.
+        renamed: new name of each verb renamed before the first release, for the error about the old name.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -249,14 +249,14 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights_only(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add `--weights-only`, for Megatron-Core checkpoints."""
+    """Add `--weights-only`, which leaves out a Megatron-Core checkpoint's optimizer state and iteration."""
     parser.add_argument(
         "--weights-only", action="store_true", help="leave the optimizer's state and the iteration behind"
     )
 
 
 def add_dry_run(parser: argparse.ArgumentParser, meaning: str = "print the launch line; start nothing") -> None:
-    """Add `--dry-run`."""
+    """Add `--dry-run`, with the help text `meaning`. The command itself must obey it."""
     parser.add_argument("--dry-run", action="store_true", help=meaning)
 
 
@@ -295,7 +295,7 @@ def write_output(file: Path, text: str) -> None:
 def add_output(
     parser: argparse.ArgumentParser | argparse._ArgumentGroup, meaning: str = "write all of it there as JSON"
 ) -> None:
-    """Add `--output FILE`."""
+    """Add `--output FILE`, with the help text `meaning`. `parse` checks the path; the command itself writes there."""
     parser.add_argument("--output", type=Path, metavar="FILE", help=meaning)
 
 

@@ -12,7 +12,7 @@ ANSWERS_WITHIN_SECONDS = 30.0
 
 
 def read_devices(variables: Mapping[str, str]) -> Devices | None:
-    """Read the memory of the GPUs that ranks may use; None if nvidia-smi gives no number.
+    """Read how many GPUs ranks may use, and the smallest one's memory; None if nvidia-smi gives no number.
 
     Args:
         variables: environment; CUDA_VISIBLE_DEVICES selects GPUs by number or UUID.

@@ -83,7 +83,7 @@ _SLOTS = re.compile(r"slots=([1-9][0-9]{0,5})")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host in the hostfile."""
+    """A host in the hostfile, named as for ssh. `slots` is the number of ranks that start there."""
 
     name: str
     slots: int
@@ -131,7 +131,7 @@ def read_hosts(path: Path) -> list[Host]:
 
 
 def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for one host's launcher, beyond this host's environment."""
+    """Return host `index`'s NNODES, NODE_RANK, NPROC_PER_NODE; with several hosts also MASTER_ADDR, MASTER_PORT."""
     address = variables.get("MASTER_ADDR") or hosts[0].name
     world = {"NNODES": str(len(hosts)), "NODE_RANK": str(index), "NPROC_PER_NODE": str(hosts[index].slots)}
     if len(hosts) == 1:
@@ -158,7 +158,7 @@ def script(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> 
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables that a run passes to other hosts."""
+    """Select the variables for other hosts, by a name in `_PASSED_ON` or a beginning in `_PASSED_ON_BEGINNINGS`."""
     return {
         name: value for name, value in variables.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_BEGINNINGS)
     }

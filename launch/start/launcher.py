@@ -245,7 +245,7 @@ def torchrun_arguments(plan: LaunchPlan, worker: str, variables: Mapping[str, st
 
 
 def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that limit a rank's threads; empty if the user set them."""
+    """Return OMP_NUM_THREADS=1 for a rank; empty if the user set that variable."""
     return {} if "OMP_NUM_THREADS" in variables else {"OMP_NUM_THREADS": "1"}
 
 

@@ -75,10 +75,10 @@ class LayoutResult:
         is_gpu: whether the device is a GPU.
         first_step, last_step: first and last step, counted from 1, of the steps whose median is reported.
         tokens_per_second: tokens per second over all ranks, in the median step.
-        model_tflops: TFLOP/s per rank, in the median step.
+        model_tflops: model TFLOP/s per rank, recomputation not counted, in the median step.
         mfu: model FLOPs utilization, 0 to 1; None if no peak is known.
         memory: memory of the rank that held most.
-        time: shares of a step by part, over all ranks; the shares add up to 1.
+        time: shares of a step by part, over all ranks, in the run's last time split; the shares add up to 1.
         loss: last step's loss, nats per token.
     """
 
@@ -122,7 +122,7 @@ class Failed:
 def rank_outcomes(outcomes: Sequence[LayoutResult | Failed]) -> tuple[list[LayoutResult], list[Failed]]:
     """Split the outcomes into trained layouts and failed ones.
 
-    Trained layouts are sorted by tokens per second and rank, fastest first. Failed ones keep the given order.
+    Trained layouts are sorted by tokens per second per rank, fastest first. Failed ones keep the given order.
     """
     measured = [one for one in outcomes if isinstance(one, LayoutResult)]
     measured.sort(key=lambda one: -one.tokens_per_second_per_rank)

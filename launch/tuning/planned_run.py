@@ -156,7 +156,8 @@ def _with_length(config: Config, machine: Machine) -> Config:
 def _split(corpus: IndexedTokens, seq_length: int) -> tuple[float, float, float]:
     """Choose the shares of documents for training, validation and test.
 
-    Validation gets a hundredth of the documents if they hold at least one sample; else training gets all.
+    Validation gets a hundredth of the documents if they hold at least one sample; else training gets all. Test
+    gets none.
     """
     if corpus.num_documents * VALIDATION_SPLIT[1] >= 1:
         held_back = split_documents(corpus.num_documents, VALIDATION_SPLIT, corpus.prefix)["valid"]

@@ -1,4 +1,1 @@
-"""Checks that a layout trains the same model as one process.
-
-The first difference is named.
-"""
+"""Checks that a layout trains the same model as one process, and names the first difference."""

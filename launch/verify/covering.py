@@ -1,7 +1,7 @@
 """Choose few configurations in which every two features occur together at least once.
 
-Composition bugs depend on two features far more often than on three. So the rows form a greedy covering array, in which each legal
-pair of choices occurs.
+The rows form a greedy covering array of pairs, in which each legal pair of choices occurs. Composition bugs depend on two features
+far more often than on three.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

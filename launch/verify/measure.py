@@ -6,8 +6,8 @@ One process, the reference, writes whole tensors. A layout's ranks compare their
     reference.step_01.safetensors      the same without the weights before the step
     ...
 
-Keys in these files are `kind:name`. Weights start away from their usual initial values, so that no term starts at zero and hides an
-error. Gradients are read from the main grads after their reduction, as the optimizer reads them.
+Keys in these files are `kind:name`. Noise is added to all initial weights, so that no term starts at zero and hides an error.
+Gradients are the main grads after their reduction, as the optimizer reads them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,11 +1,9 @@
 """Compare our layouts with another library's model, for `triaxis verify --oracle`.
 
-The other library's model, the oracle, is trained in its own process.
-
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 
-All train on the small corpus in `launch/verify/oracles/corpus.py`. Our one process is compared first. If our one process differs
-from the oracle, no layout is to blame.
+The other library's model, the oracle, is trained in its own process. All train on the small corpus in
+`launch/verify/oracles/corpus.py`. Our one process is compared first. If it differs from the oracle, no layout is to blame.
 """
 
 import json
@@ -221,7 +219,7 @@ def _digest(oracle: str) -> str:
 
 
 def what_is(oracle: str) -> str:
-    """Describe an oracle in words."""
+    """Name the model and the optimizer that an oracle runs, for messages."""
     return "a function of whole tensors, and torch's AdamW" if is_own(oracle) else ORACLES[oracle][1]
 
 

@@ -1,6 +1,6 @@
-"""Run one rank of `triaxis verify` for a few steps from a fixed start.
+"""Run one rank of `triaxis verify` for a few steps from fixed weights.
 
-The reference records its tensors. A layout's ranks compare their own tensors with the recorded ones.
+The reference writes its tensors. A layout's ranks compare their own tensors with them.
 """
 
 import json

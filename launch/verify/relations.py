@@ -1,6 +1,7 @@
-"""Evaluate the relations between model sizes and layout sizes on which layout bugs depend.
+"""Evaluate the relations between model and layout that can decide whether a layout bug shows.
 
-`launch/verify/shrink.py` keeps each relation's value.
+An example is whether a tp rank has only padding rows. When `launch/verify/shrink.py` shrinks a model, it leaves the value of every
+relation unchanged.
 """
 
 import math
@@ -43,6 +44,8 @@ def stage_relations(
 ) -> tuple[object, ...]:
     """Relate one stage's layers to recomputed groups and to offloaded layers.
 
+    Stages with equal results meet the same cases, such as a shorter last group.
+
     Args:
         recomputed: `uniform` or `block` if whole layers are recomputed, else "".
         layers_per_group: value of `recompute.num_layers`.
@@ -70,7 +73,7 @@ def full_recompute_method(config: Config) -> str:
 
 
 def layer_counts(config: Config) -> list[int]:
-    """Count each stage's layers, in stage order."""
+    """Count each stage's layers, in stage order, without multi-token prediction layers."""
     return [stage.num_own for stage in stages_of(config)]
 
 
@@ -142,7 +145,7 @@ def _layers_of_stages(config: Config) -> list[tuple[object, ...]]:
 
 
 def _kinds_of_layers(config: Config) -> list[tuple[object, ...]]:
-    """List the window, sinks, experts and rotation of each kind of layer."""
+    """List (has a window shorter than the samples, sinks, experts, rotation, its scaling) for each kind of layer."""
     length = config.model.seq_length
     return [
         (

@@ -7,8 +7,8 @@
 
 Each token is routed on one rank. So the ranks' digests add up to the reference's digest.
 
-In float64 every choice must equal the reference's. In a narrower dtype, rounding may swap two nearly equal scores, and all later
-layers then differ. So each rank counts its own differing choices, and continues with the reference's choices.
+In float64 every choice must equal the reference's. In a narrower dtype, rounding may swap two nearly equal scores, after which all
+later layers differ. So each rank counts its differing choices, and continues with the reference's.
 """
 
 from collections.abc import Iterator, Sequence

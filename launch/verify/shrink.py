@@ -1,7 +1,7 @@
-"""Shrink a configuration to a small one of the same kind.
+"""Shrink a configuration to a small one of the same kind, which a laptop can run in float64.
 
 Layout bugs depend on relations between sizes, such as whether heads outnumber ranks. Every relation in `launch/verify/relations.py`
-is kept. Everything else becomes small, so that a laptop can run it in float64.
+is kept. Everything else becomes small.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Choose the experts of a smaller model of the same kind.
 
-Every relation between experts, choices, groups and the ranks that share experts is kept (`relations_of_experts`).
+All relations in `relations_of_experts` are kept. They concern experts, choices, groups and the ranks that share experts.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,10 @@ MOST_GROUPS = 6
 
 
 def relations_of_experts(moe: MoEConfig, ep: int) -> tuple[object, ...]:
-    """Relate a layer's expert counts to each other and to `ep`."""
+    """Relate a layer's expert counts to each other and to `ep`.
+
+    Equal results mean that the same cases occur, such as several experts per rank.
+    """
     local, in_group = moe.num_experts // ep, moe.num_experts // moe.groups
     eligible = moe.top_groups * in_group
     return (

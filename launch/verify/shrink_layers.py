@@ -3,8 +3,8 @@
     stages of 6 layers    [local local global local local global]   [local local global local local global]
     kept, at 0, 2, 3      [local global local]                      [local global local]
 
-Every stage keeps the layers at the same places. So stages that were alike remain alike. Two layers are alike if they have the same
-kind and if their parameters belong to the same optimizer groups.
+Every stage keeps the layers at the same places. So stages that were alike remain alike. Two layers are alike if their kinds are
+equal and their parameters belong to the same optimizer groups.
 """
 
 from collections.abc import Hashable, Sequence, Set

@@ -1,7 +1,7 @@
-"""Find the axis or feature that causes a difference: repeat the run with one axis collapsed, or one feature off.
+"""Find the axis or feature that causes a difference, by runs with one axis collapsed or one feature off.
 
 The reference stays the same, because the global batch does not change. If the difference vanishes with `tp=1` and stays with `pp=1`
-and `dp=1`, its cause is on tp. This needs no table of the gradients that are summed over an axis; such a table may have a bug.
+and `dp=1`, its cause is on tp.
 """
 
 import math
@@ -42,7 +42,7 @@ def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: R
     If the verdict is equal, nothing runs, and the verdict is returned unchanged.
 
     Args:
-        is_equal: function that runs a sub-layout and compares it with the same reference.
+        is_equal: function (sub-layout) -> whether its run equals the same reference; None: the run failed.
     """
     if verdict.equal:
         return verdict

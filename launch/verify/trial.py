@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def tolerance(self) -> float | None:
-        """Constant error bound for this dtype. None: the dtype has no constant bound, and rounding is measured."""
+        """Constant bound for relative errors in this dtype. None: it has no constant bound, and rounding is measured."""
         return TOLERANCES.get(self.config.precision.dtype)
 
 

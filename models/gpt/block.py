@@ -28,7 +28,7 @@ class FirstNorm:
         self._normalised: torch.Tensor | None = None
 
     def put(self, normalised: torch.Tensor | None) -> None:
-        """Keep the norm's output, or None, for the next layer."""
+        """Keep the norm's output for the next layer. None: the next layer computes it from the residual stream."""
         self._normalised = normalised
 
     def take(self) -> torch.Tensor | None:
@@ -41,7 +41,8 @@ class Block(nn.Module):
     """One transformer layer with two branches, attention and MLP.
 
     A branch of x is post_norm(f(norm(x))), where f is the branch's module. By default, y = x + attention(x), and the output is
-    y + mlp(y). With `model.parallel_block`, the output is x + attention(x) + mlp(x).
+    y + mlp(y). With `model.parallel_block`, the output is x + attention(x) + mlp(x). `model.residual_multiplier` multiplies each
+    branch before it is added.
     """
 
     def __init__(self, context: BuildContext, layer: int) -> None:

@@ -170,11 +170,11 @@ class BuildContext:
         return self.parameters[name]
 
     def optional_parameter(self, name: str) -> ShardedParameter | None:
-        """Return a parameter, or None if the specs do not list it."""
+        """Return a parameter and record it as taken, or return None if the specs do not list it."""
         return self.parameter(name) if name in self.parameters else None
 
     def optional_parameters(self, *names: str) -> list[ShardedParameter]:
-        """Return the named parameters that the model's specs list, in order."""
+        """Return those of the named parameters that the specs list, in the given order, and record them as taken."""
         return [self.parameter(name) for name in names if name in self.parameters]
 
     def require_all_taken(self) -> None:

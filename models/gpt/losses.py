@@ -19,7 +19,7 @@ def logit_options(model: ModelConfig) -> LogitOptions:
 class TokenLosses(nn.Module):
     """Each token's cross-entropy, computed from the head's input.
 
-    Each tp rank computes the logits for its part of the vocabulary.
+    Each tp rank computes the logits for its part of the vocabulary. A z-loss changes only the gradients, not the result.
     """
 
     def __init__(self, context: BuildContext) -> None:

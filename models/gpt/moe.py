@@ -97,7 +97,7 @@ class MoE(nn.Module):
     def counted(
         self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Select the experts int64 [T, k] that the sequence balance loss counts."""
+        """Select the experts int64 [T, k] that the sequence loss counts: `experts`, or those with the highest scores."""
         return self.experts.router.counted(experts, scores)
 
     def positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,10 @@ class TokensAhead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, head: ColumnParallelLinear, batch: RowsAhead, inputs: LayerInputs
     ) -> list[torch.Tensor]:
-        """Compute one weighted loss sum, a scalar, per layer. `hidden` [s(/t), b, h] is the head's input for the next token."""
+        """Compute each layer's loss sum over unmasked labels, times `mtp.loss_weight` / number of layers.
+
+        Each sum is a scalar. `hidden` [s(/t), b, h] is the head's input for the next token.
+        """
         assert batch.ahead is not None and batch.mask_ahead is not None
         saved, choice = self.context.saved, self.context.recompute
         shared, tokens, sums = inputs.positions.tables.values(), batch.labels, []

@@ -21,7 +21,7 @@ def stage_parameters(
     stage: StageContents,
     held: dict[str, ShardedParameter],
 ) -> Mapping[str, ShardedParameter]:
-    """Collect the stage's parameters by name, and add to their use counts.
+    """Collect the stage's parameters by name, and add the stage's uses to their `num_uses`.
 
     `held` has the parameters that this rank already created for other stages; new parameters are added to it.
     """

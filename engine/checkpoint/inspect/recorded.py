@@ -38,7 +38,7 @@ def recorded_config(candidate: Candidate) -> dict[str, Any]:
 
 
 def recorded_tokenizer(candidate: Candidate) -> str | None:
-    """Find a checkpoint's own tokenizer, as a name for `load_tokenizer`, or None.
+    """Find a checkpoint's own tokenizer, as a name for `load_tokenizer`. None: its configuration names none.
 
     The recorded path is tried relative to the checkpoint, then to the current folder, then to each folder above the checkpoint. In
     this last search the file must have the recorded identity. A path that is not found is returned as recorded.

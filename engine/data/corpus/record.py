@@ -27,6 +27,7 @@ class CorpusRecord:
     num_documents: int
     num_tokens: int
     num_skipped_documents: int
+    """Number of input documents left out because they gave no text or no tokens."""
     num_input_files: int
     input_bytes: int
     bin_bytes: int

@@ -1,1 +1,1 @@
-"""FP8 GEMMs for linear layers, with formats, scaling recipes and products."""
+"""Quantises matrices to FP8 and multiplies them, for linear layers."""

@@ -2,13 +2,14 @@
 
 The GEMM needs torch 2.10 or later. It reads these scales:
 
-    block size   scales                                                                          GPUs
-    1 x 128      fp32 [rows, columns / 128], dim 0 contiguous                                    Hopper
-    128 x 128    fp32 [columns / 128, rows / 128], dim 0 contiguous, padded to a multiple of 4   Hopper
-    1 x 32       exponents (e8m0), in tiles of 128 rows and 4 scales                             Blackwell
+    block size   scales                                                                              GPUs
+    1 x 128      fp32 [rows, columns / 128], dim 0 contiguous                                        Hopper
+    128 x 128    fp32 [columns / 128, rows / 128], dim 0 contiguous and padded to a multiple of 4    Hopper
+    1 x 32       exponents (e8m0), in tiles of 128 rows and 4 scales                                 Blackwell
 
-The layouts are cuBLASLt's ("1D and 2D block scaling", "block scaling factors layout" in its documentation). A 1 x 32 tile holds the
-scale at row r, column c at index 16 (r mod 32) + 4 (r div 32) + c. Tiles are ordered along the contraction, then along the rows.
+A tile of 128 x 4 scales stores the scale at row r, column c at index 16 (r mod 32) + 4 (r div 32) + c. Tiles are ordered along the
+contraction, then along the rows. These layouts are cuBLASLt's ("1D and 2D block scaling", "block scaling factors layout" in its
+documentation).
 """
 
 from collections.abc import Mapping

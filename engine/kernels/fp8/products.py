@@ -1,11 +1,10 @@
 """Multiplies quantised matrices, A B^T, with the backend that `precision.fp8` names.
 
-    torch      torch's scaled GEMM, on GPUs from Ada and Hopper on (cuBLAS) and on CPUs (oneDNN or a plain loop)
-    te         Transformer Engine's GEMM (cuBLASLt), which adds weight gradients to the main grads
-    emulated   plain operators on any device, in the accumulation dtype, as the others' reference
+    torch      torch's scaled GEMM, on GPUs (Ada, Hopper and later) and on CPUs
+    te         Transformer Engine's GEMM, which adds weight gradients to the main grads
+    emulated   plain operators in the accumulation dtype, on any device, the reference for the others
 
-torch and te sum in fp32. torch takes block scales only on GPUs (`block_product.py`). All backends multiply the same numbers,
-because FP8 values and power-of-two scales are exact in the wider dtype.
+torch and te sum in fp32. torch takes block scales only on GPUs (`block_product.py`).
 """
 
 from dataclasses import dataclass

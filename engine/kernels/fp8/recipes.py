@@ -1,14 +1,14 @@
-"""Quantises matrices to FP8 by a recipe, which sets formats and the blocks that share a scale.
+"""Quantises matrices to FP8 by a recipe, which sets the formats and the blocks that share a scale.
 
     recipe       activations, gradients         weights                 gradients' format   scale
-    tensorwise   one scale for the tensor       one for the tensor      e5m2, or e4m3       largest / amax, in fp32
+    tensorwise   one scale for the tensor       one for the tensor      e5m2, or e4m3       format's maximum / amax, in fp32
     blockwise    1 x 128 along the contraction  128 x 128               e4m3                a power of two
     mxfp8        1 x 32 along the contraction   1 x 32                  e4m3                a power of two
 
 Activations and weights are in e4m3, which has 3 mantissa bits and a maximum of 448. e5m2 has 2 mantissa bits and a maximum of
 57,344 (2209.05433, table 1). `tensorwise` computes the scale from the tensor's present values. `blockwise` is DeepSeek-V3's
-(2412.19437, section 3.3.2), with scales rounded to powers of two. `mxfp8` is the OCP Microscaling format (2310.10537), with stored
-(inverse) scales rounded up so that no value overflows (2506.08027).
+(2412.19437, section 3.3.2), with scales rounded to powers of two. `mxfp8` is the OCP Microscaling format (2310.10537). Its stored
+scales are inverse, and rounded up so that no value overflows (2506.08027).
 
 Each GEMM computes A B^T from matrices that are quantised along their rows, the contracted dim:
 

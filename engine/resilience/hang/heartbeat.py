@@ -205,7 +205,7 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def wait_ends(self) -> None:
-        """Record that the wait is over."""
+        """Clear the recorded call, so that the beat shows no wait."""
         self._write("op", "")
         self._words[_BEATS] += 1
 

@@ -64,7 +64,7 @@ class RunLayout:
 
 
 class HangReport:
-    """The report of one hang.
+    """Finds which rank waits for which in one hang, and the likely cause, and puts both into words.
 
     Args:
         statuses: every rank's status, in rank order.
@@ -117,7 +117,7 @@ class HangReport:
         return "no rank waits for another on its host: the devices do not finish (NCCL's flight record shows where)"
 
     def text(self) -> str:
-        """Format the whole report."""
+        """Format the report: step and time, the headline, waiting ranks nearest to the cause first, then the others."""
         still = max((each.still_seconds for each in self._statuses), default=0.0)
         lines = [
             f"the run hangs in step {self.step:,}: nothing has moved for {still:.0f} seconds.",

@@ -132,7 +132,7 @@ class HangWatch:
 
     Attributes:
         folder: RUN_DIR/hangs/attempt_<n>, the same on all nodes.
-        limits: time limits.
+        limits: limits on standing still and on reporting, and the time between two looks.
         announce: function (step, report's text) that the reporter calls before it ends the process.
         write_flight_record: function (file) that writes the backend's record of this rank's last calls, if it keeps a record.
         leave: function (exit code) that ends this process.
@@ -156,7 +156,7 @@ class HangWatch:
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which runs until `close`, or until it ends this process after a hang."""
         self._thread.start()
 
     def close(self) -> None:

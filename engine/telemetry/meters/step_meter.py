@@ -27,17 +27,17 @@ class StepMeter:
         return cls()
 
     def begin(self, steps_made: int) -> None:
-        """Start measuring with `steps_made` steps complete."""
+        """Start measuring with `steps_made` steps complete, also after a rollback. Drop numbers not read yet."""
 
     def before_step(self) -> None:
-        """Prepare for the step that is about to begin."""
+        """Called after the step's batch is read, before its first forward."""
 
     def before_update(self) -> None:
-        """Measure what the update is about to change."""
+        """Called when gradients are complete, and weights are still the ones that produced them."""
 
     def after_update(self) -> None:
-        """Measure what the update has changed."""
+        """Called at the step's end on the host, once the update is posted."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return the numbers of step `step`, counted from 0, or None. Each step is read once, in order."""
+        """Return the numbers of step `step`, from 0; None adds nothing to its record. Each is read once, in order."""
         raise NotImplementedError

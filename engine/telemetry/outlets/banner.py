@@ -241,7 +241,7 @@ class End:
     Attributes:
         steps: number of completed steps, over all attempts.
         seconds: training time in this attempt.
-        loss, val_loss: loss in the last step and in the last validation, or None.
+        loss, val_loss: loss in the last step and in the last validation; None if this attempt has none.
         entropies: nats per token that simple models reach on the corpus, by model name; may be empty.
         text: text that the model wrote; None if no text was requested.
         prompt: prompt that the text continues.

@@ -234,7 +234,7 @@ class Report:
                         outlet.write(Text(indent + text, "dim"))
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
-        """Print the validation loss after `step` steps."""
+        """Print the validation loss after `step` steps, and the `seconds` that the validation took."""
         at = f"{step}/{self._num_steps}"
         self.say(f"{at:>{max(7, len(at))}}  {loss:7.4f}  validation loss, in {duration(seconds)}", "green")
 

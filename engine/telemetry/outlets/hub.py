@@ -59,7 +59,7 @@ class _Stopped:
 
 
 class Telemetry:
-    """The records and reports of one run.
+    """Sends one run's records, events and messages to its outlets. On ranks that do not log there are no outlets.
 
     Args:
         report: output for people; None on ranks that do not log.
@@ -101,7 +101,7 @@ class Telemetry:
         self._look_at_outputs()
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
-        """Record a validation after `step` completed steps."""
+        """Record the loss of a validation after `step` completed steps. The validation took `seconds`."""
         if self._pending is not None and self._pending.step == step:
             self._pending = replace(self._pending, val_loss=loss)
         self.event("validation", step=step, val_loss=loss, seconds=seconds)
@@ -110,7 +110,7 @@ class Telemetry:
         self.flush()
 
     def event(self, kind: EventKind, **fields: Any) -> None:
-        """Record an event. No-op on ranks that do not log."""
+        """Record an event, with `fields` as in `EventLog.write`. No-op on ranks that do not log."""
         if self._events is None:
             return
         try:

@@ -69,7 +69,7 @@ class WandbSink(Sink):
 
     Attributes:
         mode: resolved mode: online, offline or disabled.
-        why: reason for a mode other than online.
+        why: reason for a mode other than online; "" if online.
         url: the run's URL; None unless the mode is online.
         sync_command: command that uploads all attempts' offline data; None unless the mode is offline.
 

@@ -5,27 +5,27 @@
     rank 0  |F0|F1|...|B0|...                replayed     the same actions with the same durations, order and beginnings,
     rank 1  |..|F0|B0|F1|B1|                              but every message arrives at once
 
-**The replay.** The replay needs neither synchronized clocks nor message times. A rank's wait in the replay is its `bubble`. The
-rest of the rank's measured wait is `exposed_pp`. So a late message costs exposed_pp at every stage that it delays, but no bubble.
-An action that took longer than usual causes bubble where others wait for it.
+**The replay.** A rank's wait in the replay is its `bubble`. The rest of its measured wait is `exposed_pp`. So a late message costs
+exposed_pp at every stage that it delays, but no bubble. An action that took longer than usual causes bubble where others wait for
+it. The replay needs neither synchronized clocks nor message times.
 
-**When the ranks begin.** A pipeline's ranks begin a step at different moments. All moments count from the step's last all-reduce.
-All ranks leave that call at the same time, to within a small message's latency.
+**When the ranks begin.** A pipeline's ranks begin a step at different moments. Each rank counts its moment from the step's last
+all-reduce, which all ranks leave at nearly the same time.
 
-**The end of a step.** A rank whose stage finishes early waits for its pipeline's last rank. This wait counts as a wait for another
-stage, with a length of
+**The end of a step.** A rank whose stage finishes early waits for its pipeline's last rank. This much of its wait counts as a wait
+for another stage:
 
     min(last rank's finish - this rank's finish, this rank's wait - shortest wait on any rank)
 
-The rest is exposed_dp in the sum over first and last stage (tied embeddings), and `other` in the agreement of all ranks.
+The rest counts as exposed_dp in the sum over first and last stage (tied embeddings), and as `other` in the agreement of all ranks.
 
 **Echoes.** The tp x cp ranks that share a stage get one message each. If one message is late, the other ranks wait for the late
 rank in their next tensor- or context-parallel call. This wait is the late message's echo, with a length of
 
     min(longest wait for input on a peer - this rank's wait, this rank's action time - shortest action time on a peer)
 
-The echo is subtracted from the action, and from exposed_tp and exposed_cp in proportion to the rank's waits in them. Calls to
-experts also connect replicas, so waits in such calls stay exposed_ep.
+The echo is subtracted from the action, and from exposed_tp and exposed_cp in proportion to the rank's waits in them. Waits in calls
+to experts stay exposed_ep, because such calls also connect replicas.
 
 `schedule_bubbles` are simulated with each stage's mean forward and backward durations. If the measured bubble is larger, the
 actions' durations vary.

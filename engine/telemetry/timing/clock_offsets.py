@@ -4,10 +4,9 @@
     rank 3          enters   leaves
                                                        entered(0) <= left(3) - offset(3)   and   entered(3) - offset(3) <= left(0)
 
-Here entered(r) and left(r) are readings of rank r's own clock. offset(r) is how far that clock is ahead of rank 0's. So each round
-bounds a rank's offset from both sides, whatever the network did. The offset is the middle of the tightest bounds over many rounds.
-Its error is at most half the distance of these bounds. On one machine the error is some tens of microseconds. Between machines it
-grows with the latency.
+entered(r) and left(r) are readings of rank r's own clock, which is ahead of rank 0's by offset(r). So each round bounds a rank's
+offset from both sides, whatever the network did. The offset is the middle of the tightest bounds over many rounds. Its error is at
+most half the distance of these bounds: some tens of microseconds on one machine, and more between machines.
 """
 
 import time
@@ -25,7 +24,7 @@ NUM_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """This rank's clock reading at the ranks' common time zero, and the largest error."""
+    """This rank's clock reading at time zero (first rank enters first all-reduce), and the largest error."""
 
     origin_seconds: float
     error_seconds: float

@@ -3,9 +3,9 @@
     CPU    `Pending.wait` stops the host, so the host's clock shows what each wait costs
     GPU    `Pending.wait` stops the stream, so an event is recorded on the current stream before and after the wait
 
-The time between two events is the device's time, idle time included. An event costs the host some microseconds, so a GPU run marks
-only sampled steps (`StreamClock.samples`). A CPU run marks every step. Nothing here waits for the device during a step. Events are
-queried once the host has read numbers that the device computed after these events.
+The time between two events is the device's time, idle time included. A CPU run marks every step. A GPU run marks only sampled steps
+(`StreamClock.samples`), because an event costs the host some microseconds. Nothing here waits for the device during a step. Events
+are queried later, once the device has passed them.
 """
 
 import time

@@ -7,12 +7,11 @@
 
 Between two marks the rank does one thing, so a step is split without gaps. The training loop reports parts. The executor reports
 instructions. The ledger reports waits for calls and host reads. A mark is a host clock reading or a CUDA event
-(`triaxis.engine.telemetry.timing.clocks`). An event has no time until the device has reached it. So a step's marks are read
-together with the step's numbers, and nothing waits for them.
+(`triaxis.engine.telemetry.timing.clocks`). A step's marks are read together with the step's numbers, when all events have times.
 
-Context-parallel calls run while something else is computed. Each call has two marks, at its post and at its future's completion.
-gloo completes a future once the result exists. NCCL completes a future once the call is enqueued. torch then runs the callback
-on a stream that waits for the call, so an event marks the call's end (see `torch.distributed.Work.get_future`).
+Context-parallel calls run while something else is computed. Each call has two marks, at its post and at its end. The second is set
+in a callback of the call's future. gloo runs the callback once the result exists. With NCCL, torch runs the callback on a stream
+that waits for the call, so an event marks the call's end (see `torch.distributed.Work.get_future`).
 """
 
 from collections import deque
@@ -108,7 +107,7 @@ class TimeMarks:
         self._start(steps_made + 1, is_marked)
 
     def enter(self, part: StepPart) -> None:
-        """Record that the loop enters `part`."""
+        """End the running activity, and begin one in `part`, outside any instruction."""
         self._part, self._instruction = part, None
         self._switch(None)
 
@@ -128,19 +127,19 @@ class TimeMarks:
             handle.get_future().add_done_callback(lambda _: call.over.append(self.clock.mark()))
 
     def wait_begins(self, posted: Event) -> None:
-        """Mark the beginning of a wait for a call."""
+        """End the running activity, and begin a wait for the call `posted`."""
         self._switch(posted)
 
     def wait_ends(self) -> None:
-        """Mark the end of a wait."""
+        """End the wait, and go on with the part and instruction that it interrupted."""
         self._switch(None)
 
     def read_begins(self, mark: Event) -> None:
-        """Mark the beginning of a host read."""
+        """End the running activity, and begin a wait for the host read `mark`."""
         self._switch(mark)
 
     def read_ends(self) -> None:
-        """Mark the end of a host read."""
+        """End the read, and go on with the part and instruction that it interrupted."""
         self._switch(None)
 
     def end_step(self, *, next_is_marked: bool) -> None:
@@ -162,7 +161,7 @@ class TimeMarks:
         return None
 
     def close(self) -> None:
-        """Stop marking after the loop."""
+        """Stop marking, and drop the unfinished step. Ended steps can still be taken."""
         self._running = None
 
     def _start(self, step: int, is_marked: bool, mark: Any = None) -> None:

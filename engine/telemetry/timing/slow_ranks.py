@@ -3,8 +3,8 @@
     stage 0   rank 0  41 ms    rank 1  40 ms    rank 4  58 ms    rank 5  41 ms        rank 4: 41 % over the median of the others
     stage 1   rank 2  35 ms    rank 3  35 ms    rank 6  36 ms    rank 7  35 ms
 
-Ranks in one pipeline stage have equal work, so they should compute equally long.
-Waiting does not count as computing, so a slow rank raises only its own number.
+Ranks in one pipeline stage have equal work, so they should compute equally long. Waiting does not count as computing, so a slow
+rank raises only its own number.
 """
 
 from collections.abc import Sequence

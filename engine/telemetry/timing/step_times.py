@@ -1,15 +1,14 @@
-"""Gathers the ranks' step times before each printed line and splits them on rank 0.
+"""Splits the step time before each printed line into the parts in `time_split.py`, from all ranks' times.
 
-    step   1     2 ... 8     9             10                11 ... 18     19            20
-    line   x                               x                                             x
-           |     |---- measured ---|       | the split of     |---- measured ----|       | the split of 10 to 19
-           |                       gather  |   2 to 9
-           warms up
+    printed line of step    1       10              20
+    its split, on a CPU     none    steps 2 to 9    steps 10 to 19
+    its split, on a GPU     none    step 9          step 19
 
-A rank's row has sixteen numbers. With a pipeline, each measured step adds six, and each of its actions two. Rows travel to rank 0
-along tp, then pp, then dp (`triaxis.engine.comm.gather`). The gather begins when the host reads the numbers of the step before a
-line. So a line shows the split of the steps before it. An attempt's first step warms up and is in no split. On a GPU only the step
-before a line is measured, because marks cost time there. The timeline's steps are measured on every device.
+An attempt's first step warms up, so it is in no split. On a GPU only the step before a line is measured, because marks cost time
+there. A timeline's steps are measured on every device, and are also in the next split.
+
+After the step before a line, each rank's times are gathered on rank 0, along tp, then pp, then dp (`triaxis.engine.comm.gather`). A
+rank sends sixteen numbers. With a pipeline it also sends six for each measured step, and two for each action in that step.
 """
 
 import sys
@@ -88,7 +87,6 @@ class StepTimes(StepWatcher):
         self._marks.begin(steps_made, is_marked=self._is_marked(steps_made + 1))
 
     def enter(self, part: StepPart) -> None:
-        """Mark that the loop enters `part`."""
         self._marks.enter(part)
 
     def end_step(self) -> None:

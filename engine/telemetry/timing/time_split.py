@@ -13,8 +13,8 @@
     checkpoint     time for which saving stops training
     other          everything else, such as recording numbers, Python between two actions, and calls over all ranks
 
-`StepTally` adds up one rank's times. `TimeSplit` holds all ranks' means. A rank can measure that it waited for another stage, but
-not why. So bubble and exposed_pp are separated on the rank that has all ranks' times (`triaxis.engine.telemetry.timing.bubble`).
+`StepTally` adds up one rank's times. `TimeSplit` holds all ranks' means. Bubble and exposed_pp are separated on the rank that has
+all ranks' times (`triaxis.engine.telemetry.timing.bubble`).
 
 `hidden_cp` is not one of these parts. It is the time in which a context-parallel call ran while the rank waited for no such call. A
 call runs from its post to its end, queue time included. exposed_cp and hidden_cp add up to the time in which at least one call ran.

@@ -7,9 +7,11 @@
     rank 1   | step 12 ...                                                             a row per rank, in the order of the ranks
 
 Actions are named as in the schedule. A group call is named after its sends and receives: `send` with the action that produced the
-tensor, `receive` with the action that needs it. Each rank writes its own file. `merge` combines the files when the run ends or in
-`triaxis report --timeline`. The ranks' clocks are compared before the first traced step
-(`triaxis.engine.telemetry.timing.clock_offsets`). Each row's name shows the largest possible clock error.
+tensor, `receive` with the action that needs it.
+
+Each rank writes its own file. `merge` combines the files when the run ends, or in `triaxis report --timeline`. The ranks' clocks
+are compared before the first traced step (`triaxis.engine.telemetry.timing.clock_offsets`). Each row's name shows the largest
+possible clock error.
 """
 
 import json

@@ -4,9 +4,8 @@
          data      |      forward_backward              |   other   |      validation        |
          `------------------ this step's spans --------'`----- the next step's spans ------...
 
-One part is running at any time, so a step's spans add up to the time since the previous step's end. On a GPU a part's time
-includes the host's waits in that part. If the host launches kernels in one part and waits for them in the next, their time counts
-in the next.
+One part is running at any time, so a step's spans add up to the time since the previous step's end. On a GPU, kernels count in the
+part in which the host waits for them.
 """
 
 import time

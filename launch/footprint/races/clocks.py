@@ -79,7 +79,7 @@ class Clocks:
         return Operator(name, place, during, stream, tick)
 
     def record(self, stream: Stream) -> VectorClock:
-        """Record an event on the stream."""
+        """Return a copy of the stream's clock, after adding everything that the host has waited for."""
         self.wait(stream, self.host.clock)
         return dict(stream.clock)
 

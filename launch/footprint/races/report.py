@@ -47,7 +47,7 @@ class Race:
     """Two operators that must be ordered and are not.
 
     Attributes:
-        kind: kind of race.
+        kind: what the two operators do with the memory; a key of `EXPLAINED`.
         first, second: operators in the order in which they were posted. For an early free, the second operator is `free`, at the
             line where the last reference was dropped.
         tensor: shape, dtype and name of the tensor that the second operator uses.

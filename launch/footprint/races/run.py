@@ -24,6 +24,8 @@ MOST_SHOWN = 8
 def config_to_check(config: Config, *, small: bool) -> Config:
     """Return the configuration that runs on the CPU in place of this one.
 
+    It trains two steps on random tokens at a constant learning rate. Checkpoints, telemetry and GPU kernels are left out.
+
     Args:
         config: configuration with `parallel.dp` set.
         small: shrink the model and the number of microbatches as `triaxis verify` does.

@@ -145,7 +145,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def as_thread(self, thread: Stream) -> Iterator[None]:
-        """Run the block as another host thread."""
+        """Run the block as another host thread, which posts and waits on the clock of `thread`."""
         before, self.thread = self.thread, thread
         try:
             with self.on(thread):

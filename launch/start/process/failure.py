@@ -51,7 +51,7 @@ def where(device_index: int | None, pid: int | None = None) -> str:
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code for a rank that an exception ends."""
+    """Return a rank's exit code: the exception's own if it has one, INTERRUPTED for Ctrl-C, else BROKE."""
     if isinstance(error, TriaxisError | ExplainedError):
         return error.exit_code
     return ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.BROKE

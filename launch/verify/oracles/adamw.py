@@ -1,4 +1,4 @@
-"""Provide a base class for oracles that are updated by torch's AdamW."""
+"""Provide a base class for oracles that torch's AdamW updates."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,9 +1,9 @@
-"""Write a small corpus for an oracle, and read it with the oracle's own code.
+"""Write a small corpus for an oracle, and read it without `engine/data`.
 
     PREFIX.bin, PREFIX.idx  --`rows_of_steps`-->  every microbatch's tokens, labels and masks
 
-The rows follow the formulas that `engine/data` documents, but no code from `engine/data` is used. So an error in our loader shows
-as a difference.
+`rows_of_steps` follows the formulas that `engine/data` documents, but shares no code with it. So an error in our loader shows as a
+difference.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """Run other libraries' code in float64, even where it asks for fp32.
 
-Other libraries' models ask for fp32 in norms and softmax, where a float64 run would lose bits. So each request for fp32 becomes a
-request for float64.
+Other libraries' models ask for fp32 in norms and softmax. Each such request becomes a request for float64.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """Run Megatron-Core 0.16 on a CPU, in its own process.
 
-CUDA calls that do not affect the results are replaced, and stay replaced. So a process that has called `on_cpu` can do nothing
-else.
+`on_cpu` replaces CUDA calls that do not affect the results. They stay replaced, so the process can do nothing else.
 """
 
 import warnings

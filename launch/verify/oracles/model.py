@@ -1,6 +1,6 @@
 """Define the interface of an oracle.
 
-An oracle computes losses, gradients and updates under its own names. Pairs relate the oracle's parameters to ours.
+An oracle computes losses, gradients and updates under its own parameter names. Pairs relate its parameters to ours.
 """
 
 from collections.abc import Sequence

@@ -5,8 +5,8 @@
         ...
         return losses                                                   # [b, s], of every label
 
-`model` is the configuration's section. `weights` has whole tensors under our names, in their specs' shapes. `batch` is a
-`triaxis.engine.data.loader.MicroBatch` with tokens, labels and positions, int64 [b, s]. torch's AdamW updates the weights.
+`model` is the `model` section of the configuration. `weights` has whole tensors under our names, in their specs' shapes. `batch` is
+a `triaxis.engine.data.loader.MicroBatch` with tokens, labels and positions, int64 [b, s]. torch's AdamW updates the weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence

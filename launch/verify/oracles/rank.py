@@ -2,7 +2,7 @@
 
     python -P -m triaxis.launch.verify.oracles.rank verify.yaml    next to it job.json: {"folder": .., "oracle": "megatron-core"}
 
-This process starts from our weights, and writes whole tensors under our names.
+The model starts from our weights. The files hold whole tensors under our names.
 """
 
 import json

@@ -1,10 +1,10 @@
 """Compare another engine's layouts with its run in one process, for `triaxis verify --subject`.
 
     our config  ->  a small model, its weights and batches  ->  ADAPTER.py in one process  ->  the reference
-                                                                ADAPTER.py in a layout      ->  the tensors of each rank, compared
+                                                                ADAPTER.py in a layout      ->  each rank's tensors, compared
                                                                 --against ENGINE            ->  compared with the reference
 
-Weights have Hugging Face's names, and all files are safetensors and JSON. So the adapter may run in another environment.
+Weights have Hugging Face's names. All files are safetensors and JSON, so the adapter may run in another environment.
 """
 
 import ast
@@ -202,7 +202,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
 
 
 def named(sizes: Mapping[str, int]) -> str:
-    """Write a layout in words, such as `tp=2 dp=2`, without axes that have one rank."""
+    """Write a layout in words, such as `tp=2 dp=2`, without axes of one rank. No axis is left: `one process`."""
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 

@@ -4,17 +4,14 @@ In float64 the bound is a constant. In a narrower dtype, rounding is measured. O
 again in the next wider dtype from the same rounded weights. A tensor's relative error between these runs is called e.
 
 A layout adds the same numbers in another order, so its rounding error is another random draw of the same size. Tensor parallelism
-also rounds the partial sums from t ranks, and each addition rounds again. Suppose that the partial sums have equal sizes and
-independent errors. Then the t partial sums add e^2 to the variance. The running sum over k of them adds e^2 k / t, which is about
-e^2 t / 2 for all k together. Hence
+also rounds the partial sums from t ranks, and each addition of them. With partial sums of equal sizes and independent errors, the t
+roundings add e^2 to the variance. The running sum over k of them adds e^2 k / t, which is about e^2 t / 2 for all k together. Hence
 
     variance of (layout - reference) <= e^2 (1 + t / 2) + e^2          bound = DRAWS e sqrt(2 + t / 2)
 
 where the last e^2 is the reference's own error. A small tensor may have a small error by luck. So e is at least its root mean
-square over all tensors of the same kind in the step.
-
-An optimizer moment averages the p-th power of gradients, so its relative error may be p times the gradients'. So a moment's e is at
-least p times the gradients' e in each step so far.
+square over all tensors of the same kind in the step. A moment averages the p-th power of gradients, so its relative error may be p
+times theirs. So a moment's e is at least p times the gradients' e in each step so far.
 """
 
 import math

@@ -7,8 +7,8 @@ These measurements can name an axis, in this order:
     partial sums    the axis along which projections of the ranks' gradients add up to 1
     factor          the only axis whose size, or its inverse, is the factor between wrong and right values
 
-With sub-layouts, the second and third rows only choose between several axes from the first row. Without sub-layouts, only partial
-sums and the factor are used.
+With sub-layouts, the next two rows only choose between the axes that the first row names. Without sub-layouts, only the last two
+rows are used.
 """
 
 import math
@@ -143,7 +143,7 @@ def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
 
 
 def common_factor(differing: Sequence[Difference]) -> float | None:
-    """Return the factor between right and wrong values if all differences share it."""
+    """Return f if all wrong values are f x the right ones, to one part in 10^3; None: they share no factor."""
     factors = [one.factor for one in differing]
     first = factors[0]
     if first is None or any(one is None or not math.isclose(one, first, rel_tol=1e-3) for one in factors):

@@ -1,4 +1,4 @@
-"""Collect the reports from ranks and sub-layouts, and define the record of a difference."""
+"""Collect the reports from ranks and sub-layouts, and record each difference."""
 
 import math
 from collections.abc import Mapping
@@ -32,7 +32,8 @@ class Difference:
         name: parameter, site or sample; empty for scalars.
         wanted, got: norms of the tensor, or the scalars themselves. For a sample: how often it is read. For a routing: how many
             expert choices there are, and how many of them the reference made too.
-        error: norm of the difference, relative to `wanted` or to the tensor's share of all tensors.
+        error: norm of the difference, relative to `wanted`, or to the root mean square of all tensors' norms if that is larger.
+            For a scalar: relative to `wanted`. For a sample: difference in reads. For a routing: share of differing choices.
         factor: f if `got` is f x wanted in every element; None otherwise.
         bound: largest error that rounding explains.
     """

@@ -1,7 +1,7 @@
 """Judge the ranks' reports, and find the first difference.
 
-The search follows the order of a step: samples, weights at the start, outputs and expert choices along the model, loss, gradients,
-gradient norm, masters and moments, parameters for the next forward.
+Differences are searched in the order of a step: samples, weights at the start, outputs and expert choices along the model, loss,
+gradients, gradient norm, masters and moments, and parameters for the next forward.
 """
 
 import math
@@ -44,7 +44,7 @@ def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
     """Compare the ranks' reports with the reference, and find the likely cause of a difference.
 
     Args:
-        tolerance: bound for every error, if the evidence has no measured noise.
+        tolerance: bound for every relative error if the evidence has no measured noise.
     """
     largest: dict[str, tuple[float, str]] = {}
     first: list[Difference] = []

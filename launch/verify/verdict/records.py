@@ -36,9 +36,9 @@ class StepFacts:
     """Values that all ranks agree on after a step.
 
     Attributes:
-        loss: loss per token, in nats.
+        loss: mean loss of the counted labels, in nats.
         grad_norm: gradient norm before clipping.
-        num_tokens: number of counted tokens.
+        num_tokens: number of labels in the global batch that count in the loss.
     """
 
     loss: float
@@ -63,6 +63,7 @@ class SiteReport:
     Attributes:
         order: position along the model.
         name: site name, such as `layers.3.attention`.
+        deviation: sums over the rank's tokens in all microbatches.
     """
 
     order: int

@@ -143,7 +143,7 @@ QUANTIZATION = "quantization_config"
 
 
 def fp8_block(quantization: object) -> tuple[int, int] | None:
-    """Read how many rows and columns share one FP8 scale, or None."""
+    """Read the (rows, columns) of a weight block with one FP8 scale. None: the weights are not E4M3 with such blocks."""
     if not isinstance(quantization, Mapping):
         return None
     block = quantization.get("weight_block_size")
@@ -322,7 +322,7 @@ def _has_no_effect(key: str) -> bool:
 
 
 def passed_over(keys: Keys) -> list[str]:
-    """List, sorted, the file's keys that do not change the model."""
+    """List, sorted, the keys without effect that the user is told of: generation settings, keys with `_` first, notes."""
     return sorted(
         key
         for key in keys

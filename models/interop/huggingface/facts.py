@@ -65,7 +65,7 @@ def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
 
 
 def _has_bias(part: str, bias: str) -> bool | None:
-    """Whether a part, such as `attention`, has biases, or None if unclear."""
+    """Whether a part, such as `attention`, has biases in a model whose `bias` field is given; None: unclear."""
     if "head" in part or bias != "qkv":
         return bias == "all" and "head" not in part
     return True if any(word in part for word in ("att", "qkv", "q_proj", "k_proj", "v_proj")) else None

@@ -162,8 +162,8 @@ class ExpertKeys:
         fixed: `model.moe` fields that have one value in the family.
         has_bias: whether a bias is added to scores when experts are chosen.
         has_shared: whether there are shared experts.
-        method: (key, its value without expert groups, its value with them). An absent key has the first value. Empty: the family
-            has no such key, and groups always apply.
+        method: (key, value without expert groups, value with them). If a file lacks the key, there are no groups. If the tuple is
+            empty, the family has no such key, and groups always apply.
         first: (key for the number of leading dense layers, default number). If the key is "", files have no such key.
         step: (key for p, default p): every p-th layer has experts. If the key is "", files have no such key.
         listed: key for a list of dense layers; "": the family has no such key.

@@ -59,7 +59,7 @@ def model_card(
     commit: str,
     reads_text: bool,
 ) -> str:
-    """Build the model card.
+    """Build the text of README.md: a YAML header, a table of facts, and how to load the folder.
 
     Args:
         name: name of the exported folder, as the card's title.

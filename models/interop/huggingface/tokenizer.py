@@ -133,7 +133,7 @@ class ExportedTokenizer:
     Attributes:
         files: file contents by path in the exported folder; empty if the export has no tokenizer.
         ids: token ids by key, such as `eos_token_id`, for those ROLES that have a token.
-        notes: what the user should know.
+        notes: why files are missing or how transformers tokenizes differently, as text for the user.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)

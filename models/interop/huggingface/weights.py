@@ -193,7 +193,7 @@ class HuggingFaceModel:
         exchanges: exchanges that cover the model's tensors in the files.
         spelling: function (a family's tensor name) -> the tensor's name in the files.
         is_part: whether the files hold a model of several parts, of which the language model is imported.
-        notes: what the user should know.
+        notes: what the import leaves out or changes, as text for the user.
         record: facts that a later export restores.
     """
 

@@ -114,7 +114,7 @@ class Parameter:
     shape: tuple[int, ...]
 
     def key_among(self, names: Container[str]) -> str:
-        """Find the parameter's key in a live Megatron-Core model."""
+        """Find the parameter's key in a live Megatron-Core model, whose parameter names are `names`."""
         keys = [place.keys[0] for place in _candidates(self, "") if not place.stacked and len(place.keys) == 1]
         return next(key for key in keys if key in names)
 

@@ -43,7 +43,7 @@ def write_checkpoint(
 ) -> Path:
     """Write `directory`/iter_<number>/ or `directory`/release/ completely or not at all.
 
-    Then the tracker file names the iteration.
+    Then the tracker file names the iteration. Returns the path of the iteration's folder.
 
     Args:
         directory: parent folder; created if missing.
