@@ -24,9 +24,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from triaxis.engine.activations.offload import HostMemory, Mark, OffloadedStorage
+from triaxis.engine.activations.offload import HostMemory, OffloadedStorage
 from triaxis.engine.activations.recompute import recompute
 from triaxis.engine.activations.saved_tensors import ATTENTION, Result, SavedTensors, TensorObserver, unobserved
+from triaxis.engine.device.copy_lane import Mark
 
 Function = Callable[..., torch.Tensor]
 

@@ -94,13 +94,16 @@ class RankWriter:
         live = [{kind: owned.state.stored(kind) for kind in owned.state.kinds} for owned in self._buckets]
         self._sources: Sequence[dict[Kind, StoredState]] = live
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._host_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         if in_background:
             tensors = [tensor for by_kind in live for stored in by_kind.values() for tensor in stored.tensors]
             # Never closed, because this object's `close` is called after errors too.
             memory = PinnedBuffer(
                 [(tensor.numel(), tensor.dtype) for tensor in tensors], page_lock or page_lock_of(device), PURPOSE
             )
-            self._copies = list(zip(memory.vectors, tensors, strict=True))
+            on_host = {id(tensor) for tensor in optimizer.resident.host_tensors}
+            for copy in zip(memory.vectors, tensors, strict=True):
+                (self._host_copies if id(copy[1]) in on_host else self._copies).append(copy)
             vectors = iter(memory.vectors)
             self._sources = [
                 {kind: stored.over([next(vectors) for _ in stored.tensors]) for kind, stored in by_kind.items()}
@@ -109,8 +112,10 @@ class RankWriter:
 
     def save(self, folder: Path) -> Future[Written]:
         """Copy the state, start writing `folder`/rank_<n>.safetensors, and return after the copy."""
-        if self._copies:
-            self._to_host.finish(self._to_host.post(self._copies))
+        # State in host memory is whole once these copies are done, since they are posted after the update's.
+        self._to_host.finish(self._to_host.post(self._copies))
+        for destination, source in self._host_copies:
+            destination.copy_(source)
         return self._thread.submit(self._write, folder)
 
     def close(self) -> None:

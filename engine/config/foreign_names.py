@@ -28,6 +28,9 @@ FOREIGN_NAMES = {
     "fsdp": "parallel.zero=3",
     "use_megatron_fsdp": "parallel.zero=3",
     "use_torch_fsdp2": "parallel.zero=3",
+    "cpu_offload": "optimizer.offload=cpu",
+    "optimizer_cpu_offload": "optimizer.offload=cpu",
+    "offload_optimizer": "optimizer.offload=cpu",
     "num_distributed_optimizer_instances": "parallel.dp_replicas",
     "context_parallel_size": "parallel.cp",
     "expert_model_parallel_size": "parallel.ep",
@@ -318,8 +321,6 @@ ALWAYS_ON = {
 
 NOT_BUILT = {
     "fp4": "FP4",
-    "cpu_offload": "optimizer state in host memory",
-    "optimizer_cpu_offload": "optimizer state in host memory",
     "cuda_graphs": "CUDA graphs",
     "enable_cuda_graph": "CUDA graphs",
 }

@@ -34,6 +34,12 @@ MAIN_GRAD = "main_grad"
 NUM_SLOTS = 2
 """Scratch places for whole buckets where a rank keeps only its part of them: one is filled while the other is sent."""
 
+PIECE_NUMEL = 2**23
+"""Most elements of a piece of the optimizer's state in host memory: 100 MB of AdamW's."""
+
+NUM_PLACES = 3
+"""Pieces of that state on the device: one arrives, one is updated, one departs."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateRow:

@@ -113,6 +113,9 @@ class OptimizerConfig(Section):
         default_factory=list, description="parameters by pattern, first match wins: weight_decay, lr_factor"
     )
     ema: EmaConfig | None = Field(None, description="moving average of the weights; null: none")
+    offload: Annotated[Literal["none", "cpu"], LAYOUT] = Field(
+        "none", description="place of the state between updates: the device, or host memory (cpu), with equal results"
+    )
     bucket_bytes: Annotated[int, LAYOUT] = Field(64 * 2**20, gt=0, description="bytes of main grads per reduce-scatter")
 
 

@@ -16,13 +16,12 @@ from triaxis.engine.config.training import OptimizerConfig
 from triaxis.engine.kernels.apex import Apex
 
 if TYPE_CHECKING:  # the optimizer imports this
-    from triaxis.engine.optimizer.distributed import OwnedBucket
+    from triaxis.engine.optimizer.pieces import Piece
 
 
 def update_by_apex(
     apex: Apex,
-    trained: Sequence["OwnedBucket"],
-    runs_of: Sequence[Sequence[tuple[slice, UpdateRule]]],
+    pieces: Sequence["Piece"],
     config: OptimizerConfig,
     lr: float,
     grad_scale: torch.Tensor,
@@ -32,21 +31,20 @@ def update_by_apex(
     """Update masters, moments, average and parameters with gradients x `grad_scale`; nothing changes if `skip`.
 
     Args:
-        trained: this rank's trained buckets.
-        runs_of: each bucket's runs of elements, as (slice, update rule).
+        pieces: pieces of this rank's trained buckets.
         lr: learning rate for the step.
         grad_scale, num_updates: scalars on the device; `num_updates` counts the updates before this one.
         skip: a bool on the device.
     """
     flag, step = skip.to(torch.int32).view(1), (num_updates + 1).to(torch.int32).view(1)
-    by_rule: defaultdict[UpdateRule, list[tuple[OwnedBucket, slice]]] = defaultdict(list)
-    for owned, its_runs in zip(trained, runs_of, strict=True):
-        for where, rule in its_runs:
-            by_rule[rule].append((owned, where))
+    by_rule: defaultdict[UpdateRule, list[tuple[Piece, slice]]] = defaultdict(list)
+    for piece in pieces:
+        for where, rule in piece.runs:
+            by_rule[rule].append((piece, where))
     for rule, runs in by_rule.items():
         lists, followers = [], []
-        for owned, where in runs:
-            grads, (parameters, master, moments, _) = owned.grads[where], owned.state.part(where)
+        for piece, where in runs:
+            grads, (parameters, master, moments, _) = piece.grads[where], piece.state.part(where)
             if master is None or grads.dtype == parameters.dtype:
                 lists.append([grads, parameters, *moments, *([] if master is None else [master])])
             else:
@@ -65,5 +63,5 @@ def update_by_apex(
         for parameters, master in followers:
             parameters.copy_(master)
     if config.ema is not None:
-        for owned in trained:
-            owned.state.update_average(owned.state.read(MASTER), config.ema.decay, skip)
+        for piece in pieces:
+            piece.state.update_average(piece.state.read(MASTER), config.ema.decay, skip)

@@ -15,6 +15,7 @@ average. Afterwards it rounds the masters into the parameters and all-gathers th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -32,6 +33,8 @@ from triaxis.engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accum
 from triaxis.engine.optimizer.apex_update import update_by_apex
 from triaxis.engine.optimizer.bucket import Bucket
 from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
+from triaxis.engine.optimizer.host_state import InHostMemory
+from triaxis.engine.optimizer.pieces import Join, OnDevice, Piece
 from triaxis.engine.optimizer.state import OptimizerState, read_master, write_master
 from triaxis.engine.optimizer.stretches import Run, Stretch, stretches
 from triaxis.engine.optimizer.updates import UPDATES, Update
@@ -88,6 +91,7 @@ class DistributedOptimizer:
 
     Attributes:
         owned, trained: all owned buckets, and the ones that updates change.
+        resident: the trained buckets in pieces whose state is on the device when an update needs it.
         state_kinds: the master, this optimizer's moments, and the average if there is one.
         wide: the parameters' accumulation dtype, in which an update is computed.
     """
@@ -103,6 +107,7 @@ class DistributedOptimizer:
     ) -> None:
         self.buffers = buffers
         self.config = config
+        is_offloaded = config.offload == "cpu"
         self.state_kinds = state_kinds(config.name, () if own is None else own.moments, has_ema=config.ema is not None)
         self._arithmetic: type[Update] | type[UpdatePart] = UPDATES[config.name] if own is None else own
         self._fusion = Fusion("compiled" if is_compiled else "eager")
@@ -120,23 +125,30 @@ class DistributedOptimizer:
                         buffer=buffer,
                         bucket=bucket,
                         # A master for every parameter, even if nothing is updated: checkpoints are written from masters.
-                        state=OptimizerState(
+                        state=OptimizerState.initial(
                             bucket.owned_weights,
                             self.state_kinds if buffer.is_updated else (MASTER,),
                             state_rows(buffer.layout.key, precision, self.state_kinds),
+                            partial(InHostMemory.allocate, device=buffers.device) if is_offloaded else None,
                         ),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
                 )
         self.trained = [owned for owned in self.owned if owned.buffer.is_updated]
-        self._runs = [owned.runs(config) for owned in self.trained]
-        self._rules = list(dict.fromkeys(rule for runs in self._runs for _, rule in runs))
+        runs_of = [owned.runs(config) for owned in self.trained]
+        self._rules = list(dict.fromkeys(rule for runs in runs_of for _, rule in runs))
         # Copied to the device once: a copy in each step would make the host wait for the backward.
         self._decays = to_device([rule.weight_decay for rule in self._rules], AGREEMENT_DTYPE, buffers.device)
         numbers = {rule: number for number, rule in enumerate(self._rules)}
-        self._stretches: list[list[Stretch]] | None = None
-        if is_compiled or own is not None:
-            self._stretches = [stretches(runs, numbers, buffers.device) for runs in self._runs]
+        join: Join = partial(stretches, numbers=numbers, device=buffers.device)
+        self._is_elementwise = is_compiled or own is not None
+        if not self._is_elementwise:
+            join = _none
+        self.resident: OnDevice | InHostMemory
+        if is_offloaded:
+            self.resident = InHostMemory(self.trained, runs_of, join, buffers.device)
+        else:
+            self.resident = OnDevice(self.trained, runs_of, join)
 
     def grad_square_sum(self) -> torch.Tensor:
         """Sum the squares of the owned gradients into a scalar; each model element counts once over the world.
@@ -165,12 +177,14 @@ class DistributedOptimizer:
         """
         # A factor that is not finite would turn padding's zero gradient into nan, and nothing rewrites padding.
         grad_scale = grad_scale.to(self.wide).masked_fill(skip, 1.0)
-        if self._stretches is not None:
-            self._update_elementwise(self._stretches, lr, grad_scale, skip)
-        elif self._apex is not None:
-            update_by_apex(self._apex, self.trained, self._runs, self.config, lr, grad_scale, self._num_updates, skip)
-        else:
-            self._update_by_torch(lr, grad_scale, skip, skip.to(STEP_DTYPE))
+        factors = self._factors(lr, grad_scale) if self._is_elementwise else None
+        for pieces in self.resident:
+            if factors is not None:
+                self._update_elementwise(pieces, factors, grad_scale, skip)
+            elif self._apex is not None:
+                update_by_apex(self._apex, pieces, self.config, lr, grad_scale, self._num_updates, skip)
+            else:
+                self._update_by_torch(pieces, lr, grad_scale, skip)
         # After the kernels, whose bias correction counts this update already. A skipped step is not an update.
         self._num_updates += skip.logical_not()
         # Posted in a skipped step too: the host does not see the skip, and all ranks must post the same calls.
@@ -186,16 +200,19 @@ class DistributedOptimizer:
         self.buffers.gather(untrained=True)
         self.buffers.wait_all()
 
-    def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor, skipped: torch.Tensor) -> None:
-        for owned, runs in zip(self.trained, self._runs, strict=True):
+    def _update_by_torch(
+        self, pieces: Sequence[Piece], lr: float, grad_scale: torch.Tensor, skip: torch.Tensor
+    ) -> None:
+        skipped = skip.to(STEP_DTYPE)
+        for piece in pieces:
             # Wide gradients are scaled in place, so after a step the main grads are what the update used.
-            grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
+            grads = piece.grads.to(piece.state.wide)
             grads.mul_(grad_scale)
             # A wide kind is the stored tensor itself, updated in place; a narrow one is a wide copy that `write` stores.
-            state = {kind: owned.state.read(kind) for kind in self.state_kinds}
+            state = {kind: piece.state.read(kind) for kind in self.state_kinds}
             # The operator takes one learning rate and one decay for all its tensors, so each rule needs its own call.
-            for rule in dict.fromkeys(rule for _, rule in runs):
-                own = [where for where, others in runs if others == rule]
+            for rule in dict.fromkeys(rule for _, rule in piece.runs):
+                own = [where for where, others in piece.runs if others == rule]
                 UPDATES[self.config.name].by_torch(
                     {kind: [values[where] for where in own] for kind, values in state.items()},
                     [grads[where] for where in own],
@@ -206,31 +223,35 @@ class DistributedOptimizer:
                     skipped,
                 )
             if self.config.ema is not None:
-                owned.state.update_average(state[MASTER], self.config.ema.decay, skip)
-            owned.state.write(state)
+                piece.state.update_average(state[MASTER], self.config.ema.decay, skip)
+            piece.state.write(state)
 
-    def _update_elementwise(
-        self, of_buckets: Sequence[Sequence[Stretch]], lr: float, grad_scale: torch.Tensor, skip: torch.Tensor
-    ) -> None:
+    def _factors(self, lr: float, grad_scale: torch.Tensor) -> torch.Tensor:
+        """Compute the step's scalars [rules, factors + 1]: for each rule those from `Update.factors`, then the weight decay."""
         # Scalars that change stay tensors: Python numbers would be compiled into the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
         rows = [
             torch.stack((*self._arithmetic.factors(self.config, lr * rule.lr_factor, step), decay))
             for rule, decay in zip(self._rules, self._decays, strict=True)
         ]
-        # [rules, factors + 1]; each block of a stretch takes its rule's row. A stage without layers has no rules and no stretches.
-        factors = torch.stack(rows).to(self.wide) if rows else grad_scale
+        # A stage without layers has no rules and no stretches.
+        return torch.stack(rows).to(self.wide) if rows else grad_scale
+
+    def _update_elementwise(
+        self, pieces: Sequence[Piece], factors: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
+    ) -> None:
         update = self._fusion(_update, lengths="all")
-        for owned, of_bucket in zip(self.trained, of_buckets, strict=True):
-            for stretch in of_bucket:
-                parameters, kept, moments, average = owned.state.part(stretch.where)
+        for piece in pieces:
+            for stretch in piece.stretches:
+                parameters, kept, moments, average = piece.state.part(stretch.where)
                 update(
                     stretch.blocks(parameters),
                     None if kept is None else stretch.blocks(kept),
                     [stretch.blocks(moment) for moment in moments],
                     None if average is None else stretch.blocks(average),
-                    stretch.blocks(owned.grads[stretch.where]),
+                    stretch.blocks(piece.grads[stretch.where]),
                     grad_scale,
+                    # Each block takes its rule's row.
                     factors.index_select(0, stretch.rules),
                     skip,
                     self._arithmetic,
@@ -245,6 +266,11 @@ def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | No
     (torch.nn.utils.clip_grad_norm_, Megatron-LM).
     """
     return None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _none(runs: Sequence[Run]) -> Sequence[Stretch]:
+    """Join no runs, for an update that is not elementwise."""
+    return ()
 
 
 def add_squares(total: torch.Tensor, values: torch.Tensor) -> None:

@@ -17,13 +17,14 @@ A bf16 moment has 8 significant bits. It follows its average as long as each ste
 its value. It therefore stops within 2^-9 / (1 - beta) of its target: 4 % for the second moment with beta2 = 0.95.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from triaxis.engine.config.optimizer_kinds import EMA, MASTER, StateKind
 from triaxis.engine.config.state_plan import StateRow
+from triaxis.engine.device.pinned_memory import VectorSize
 from triaxis.engine.numerics.precision import STORED_DTYPES, accumulation_dtype
 
 _HALF_BITS = 16
@@ -62,33 +63,59 @@ class StoredState:
 
     def cpu(self) -> torch.Tensor:
         """Convert the elements [n] to the accumulation dtype, in host memory."""
-        return self.widened().cpu()
+        return self.over([tensor.cpu() for tensor in self.tensors]).widened()
+
+
+Allocate = Callable[[Sequence[VectorSize]], Sequence[torch.Tensor]]
+"""Function (sizes of vectors) -> vectors with undefined contents."""
 
 
 class OptimizerState:
-    """Master, moments and average for flat `parameters` (in the run's dtype), which hold their initial values.
+    """Master, moments and average for flat `parameters` in the run's dtype.
 
     Args:
         parameters: view into the flat buffer.
-        kinds: the state's kinds, the master first.
-        rows: stored form of each kind (`state_rows`); a master without a row is the parameters themselves.
+        kept: stored tensor of each kind, on the parameters' device or in host memory; a master without one is the parameters.
 
     Attributes:
         wide: accumulation dtype, used for reads and writes.
     """
 
-    def __init__(
-        self, parameters: torch.Tensor, kinds: Sequence[StateKind], rows: Mapping[StateKind, StateRow]
-    ) -> None:
+    def __init__(self, parameters: torch.Tensor, kept: Mapping[StateKind, torch.Tensor]) -> None:
         self._parameters = parameters
         self.wide = accumulation_dtype(parameters.dtype)
-        self._kept: dict[StateKind, torch.Tensor] = {MASTER: parameters}
-        for kind in kinds:
-            if kind in rows:
-                dtype = STORED_DTYPES[rows[kind].dtype]
-                is_copy = kind == MASTER and dtype == self.wide
-                self._kept[kind] = parameters.to(dtype) if is_copy else torch.zeros_like(parameters, dtype=dtype)
-        self.restart_average()
+        self._kept: dict[StateKind, torch.Tensor] = {MASTER: parameters, **kept}
+
+    @classmethod
+    def initial(
+        cls,
+        parameters: torch.Tensor,
+        kinds: Sequence[StateKind],
+        rows: Mapping[StateKind, StateRow],
+        allocate: Allocate | None = None,
+    ) -> "OptimizerState":
+        """Build the state at the start of a run, for parameters that hold their initial values.
+
+        Args:
+            kinds: the state's kinds, the master first.
+            rows: stored form of each kind (`state_rows`); a master without a row is the parameters themselves.
+            allocate: source of the tensors; None: the parameters' device.
+        """
+        dtypes = {kind: STORED_DTYPES[rows[kind].dtype] for kind in kinds if kind in rows}
+        sizes = [(parameters.numel(), dtype) for dtype in dtypes.values()]
+        if allocate is None:
+            tensors = [torch.empty(numel, dtype=dtype, device=parameters.device) for numel, dtype in sizes]
+        else:
+            tensors = list(allocate(sizes)) if sizes else []
+        state = cls(parameters, dict(zip(dtypes, tensors, strict=True)))
+        for (kind, dtype), tensor in zip(dtypes.items(), tensors, strict=True):
+            tensor.copy_(parameters) if kind == MASTER and dtype == state.wide else tensor.zero_()
+        state.restart_average()
+        return state
+
+    def piece(self, where: slice, kept: Mapping[StateKind, torch.Tensor]) -> "OptimizerState":
+        """Return the state of a part of the parameters, with other stored tensors, into which `copies` reads."""
+        return OptimizerState(self._parameters[where], kept)
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
@@ -96,9 +123,9 @@ class OptimizerState:
         return tuple(self._kept)
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The state tensors other than the parameters."""
-        return [tensor for tensor in self._kept.values() if tensor is not self._parameters]
+    def beside(self) -> dict[StateKind, torch.Tensor]:
+        """The stored tensors by kind, without the parameters."""
+        return {kind: tensor for kind, tensor in self._kept.items() if tensor is not self._parameters}
 
     def stored(self, kind: StateKind) -> StoredState:
         """Wrap one kind's live tensors in their stored form."""
@@ -107,8 +134,9 @@ class OptimizerState:
         return StoredState((self._parameters, kept) if is_split else (kept,), self.wide)
 
     def read(self, kind: StateKind) -> torch.Tensor:
-        """Read one kind in the accumulation dtype; a tensor stored in that dtype is returned itself."""
-        return self.stored(kind).widened()
+        """Read one kind in the accumulation dtype, on the parameters' device; a tensor so stored is returned itself."""
+        stored = self.stored(kind)
+        return stored.over([tensor.to(self._parameters.device) for tensor in stored.tensors]).widened()
 
     def write(self, values: Mapping[StateKind, torch.Tensor]) -> None:
         """Store values given in the accumulation dtype; writing the master also rounds it into the parameters."""

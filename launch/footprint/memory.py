@@ -170,6 +170,13 @@ class MemoryWatch(TorchDispatchMode):
         storage.kind = kind
         self._grow(kind, storage.num_bytes)
 
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Exclude the tensor's storage from all counts from now on, as it is in host memory."""
+        self._see(tensor)
+        storage = self._storages[id(tensor.untyped_storage())]
+        self.live[storage.kind] -= storage.num_bytes
+        storage.num_bytes = 0
+
     def _grow(self, kind: MemoryKind, num_bytes: int) -> None:
         self.live[kind] += num_bytes
         live = self.live[kind]

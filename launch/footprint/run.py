@@ -312,9 +312,10 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
             watch.label(tensor, "parameters")
         for tensor in buffer.grads:
             watch.label(tensor, "gradients")
-    for owned in engine.optimizer.owned:
-        for tensor in owned.state.tensors:
-            watch.label(tensor, "optimizer")
+    for tensor in engine.optimizer.resident.tensors:
+        watch.label(tensor, "optimizer")
+    for tensor in engine.optimizer.resident.host_tensors:
+        watch.leave_out(tensor)
     between_steps: tuple[MemoryKind, ...] = ("parameters", "gradients", "optimizer")
     state = {kind: watch.live[kind] for kind in between_steps}
     # A step like all but the first: receives are posted early.

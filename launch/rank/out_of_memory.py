@@ -117,11 +117,11 @@ def _wanted(error: BaseException, place: MemoryPlace) -> str:
 
 def _held(engine: Engine) -> dict[str, int]:
     """Count the bytes in tensors that live between steps."""
-    buffers, owned = engine.buffers.buffers, engine.optimizer.owned
+    buffers = engine.buffers.buffers
     return {
         "parameters": sum(tensor.nbytes for buffer in buffers for tensor in buffer.weights),
         "gradients": sum(tensor.nbytes for buffer in buffers for tensor in buffer.grads),
-        "optimizer": sum(tensor.nbytes for each in owned for tensor in each.state.tensors),
+        "optimizer": sum(tensor.nbytes for tensor in engine.optimizer.resident.tensors),
     }
 
 

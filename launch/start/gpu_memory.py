@@ -4,7 +4,8 @@ import subprocess
 from collections.abc import Mapping
 
 from triaxis.engine.config.section import Rule
-from triaxis.models.predict.fit import Devices, memory_rule
+from triaxis.launch.start.host_memory import host_memory_bytes
+from triaxis.models.predict.fit import Devices, host_rule, memory_rule
 
 QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 MIB = 2**20
@@ -30,6 +31,6 @@ def read_devices(variables: Mapping[str, str]) -> Devices | None:
 
 
 def memory_rules(variables: Mapping[str, str]) -> list[Rule]:
-    """Return the rule that a run's predicted memory must fit this node's GPUs, if their memory is known."""
+    """Return the rules that a run's predicted memory must fit this node, and its GPUs if their memory is known."""
     devices = read_devices(variables)
-    return [] if devices is None else [memory_rule(devices)]
+    return [host_rule(host_memory_bytes()), *([] if devices is None else [memory_rule(devices)])]

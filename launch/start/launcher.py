@@ -39,6 +39,7 @@ from triaxis.engine.run.directory import RunDirectory, run_name
 from triaxis.engine.run.entries import LOGS
 from triaxis.engine.telemetry.outlets.format import wrapped
 from triaxis.launch.start.gpu_memory import read_devices
+from triaxis.launch.start.host_memory import kernel_kills
 from triaxis.launch.start.import_path import import_variables
 from triaxis.launch.start.open_files import allow_open_files
 from triaxis.launch.start.other_launchers import without_other_launchers
@@ -350,7 +351,7 @@ def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPla
     # torchrun logs every process that it ends; only the first cause is described, below.
     for noisy in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
-    started_seconds = time.time()
+    started_seconds, kills = time.time(), kernel_kills()
     words = torchrun.parse_args(list(arguments))
     place.use(words)
     signals = ForwardedSignals(leave=lambda number: end(_stopped_by(number)))
@@ -386,7 +387,8 @@ def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPla
         _show_cursor()
         # Rank 0 has already explained a user's mistake.
         if (cause.rank, cause.exit_code) != (0, ExitCode.MISTAKE):
-            print(describe(cause, logs, started_seconds), file=sys.stderr)
+            killed = kernel_kills() > kills
+            print(describe(cause, logs, started_seconds, kernel_killed=killed), file=sys.stderr)
             if plan.memory and (cause.exit_code < 0 or cause.exit_code == ExitCode.BROKE):
                 print(f"next: {directory.next_start(plan.config)}", file=sys.stderr)
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code

@@ -11,14 +11,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.rank_rules import MOST_RANKS
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.start.gpu_memory import read_devices
+from triaxis.launch.start.host_memory import host_memory_bytes
 from triaxis.models.predict.rank_memory import GB
 
 GPUS_PER_NODE = 8
@@ -26,9 +24,6 @@ GPUS_PER_NODE = 8
 
 RESIDENT_BYTES = 6 * 10**8
 """Memory that a rank on a CPU uses before it holds a tensor: Python, torch and its libraries."""
-
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""File that holds the container's memory limit in bytes, or `max` if there is no limit."""
 
 _WRITTEN = re.compile(r"(?P<count>[1-9][0-9]*)x(?P<gigabytes>[0-9]+(\.[0-9]+)?)GB")
 
@@ -105,14 +100,3 @@ def this_machine(variables: Mapping[str, str]) -> Machine:
     cores, memory_bytes = len(os.sched_getaffinity(0)), host_memory_bytes()
     name = f"{counted(cores, 'CPU core')} and {gigabytes(memory_bytes)}, no GPU"
     return Machine(1, cores, max(1, memory_bytes // cores - RESIDENT_BYTES), False, name)
-
-
-def host_memory_bytes(limit: Path = CGROUP_LIMIT) -> int:
-    """Return this machine's memory in bytes, or the container's limit if that is less.
-
-    Args:
-        limit: file with the container's limit in bytes.
-    """
-    total = int(psutil.virtual_memory().total)
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return total if text == "max" else min(total, int(text))

@@ -135,6 +135,8 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
             }
         if config.offload.num_layers:
             changes["offload.num_layers=0"] = {"offload": {"num_layers": 0}}
+        if config.optimizer.offload != "none":
+            changes["optimizer.offload=none"] = {"optimizer": {"offload": "none"}}
     for change, sections in changes.items():
         if (smaller := _changed(config, steps, sections)) is not None:
             yield change, smaller

@@ -15,7 +15,7 @@ from itertools import islice
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.section import Problem, Rule, Subject, divisors, with_value
 from triaxis.engine.config.tree import RULES, Config, broken_keys, is_whole
-from triaxis.engine.errors import ConfigError
+from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
 from triaxis.models.predict.rank_memory import GB, Changes, Prediction, override_words, predict, single_changes
@@ -29,6 +29,7 @@ READ_BY_PREDICTION = (
     "train.global_batch_size",
     "train.micro_batch_size",
     "optimizer.bucket_bytes",
+    "optimizer.offload",
     "schedule",
     "precision",
     "recompute",
@@ -126,6 +127,36 @@ def memory_rule(devices: Devices) -> Rule:
             )
 
     return fits_devices
+
+
+def host_rule(host_bytes: int) -> Rule:
+    """Build the rule that rejects a run if the state in host memory exceeds a node's.
+
+    The rule reports nothing if `runtime.memory` is warn, or if the configuration breaks a rule that the prediction reads.
+
+    Args:
+        host_bytes: memory of a node, or its container's limit.
+    """
+
+    def fits_hosts(subject: Subject) -> Iterator[Problem]:
+        config = subject.config
+        if not is_whole(config) or config.optimizer.offload == "none" or config.runtime.memory == "warn":
+            return
+        if subject.dp is None or any(map(_is_read, (key for _, key in broken_keys(subject, RULES)))):
+            return
+        sizes = parallel_sizes(config, subject.world_size)
+        ranks = min(subject.ranks_per_node or sizes.world_size, sizes.world_size)
+        held = ranks * max(rank.host for rank in predict(config, sizes, nccl=uses_nccl(config)).ranks)
+        if held > host_bytes:
+            yield subject.problem(
+                "optimizer.offload",
+                f"needs {gigabytes(held)} of host memory for {counted(ranks, 'rank')} on a node, and the node has "
+                f"{gigabytes(host_bytes)}: the kernel would end a rank",
+                {"optimizer.offload": ["none"]},
+                "More data-parallel ranks hold less each. runtime.memory=warn starts the run all the same.",
+            )
+
+    return fits_hosts
 
 
 def _is_read(key: str) -> bool:

@@ -7,7 +7,7 @@
     temporaries    bytes by which running experts raise that peak (`models/predict/experts/temporaries.py`); FP8 weight copies
     messages       peak bytes of activations and gradients that are received early, in use or being sent between stages
     communicators  NCCL's buffers, outside torch's allocator: an estimate (`models/predict/communicators.py`)
-    host           peak bytes that microbatches keep in host memory; not part of a rank's total
+    host           peak bytes that microbatches keep in host memory, and optimizer state there; not part of a rank's total
 
 Not counted: other operators' temporaries, CUDA's context, an allocator's rounding. Parameters, gradients and optimizer state are
 exact; activations and messages are as exact as their formulas.
@@ -217,7 +217,8 @@ class _Pipeline:
         memo = {} if memo is None else memo
         cut = StageCut.of(config, memo)
         parallel = config.parallel
-        layout = ("state", sizes.tp, sizes.owners("dp"), sizes.ep, sizes.etp, parallel.zero, parallel.sequence_parallel)
+        owners = sizes.tp, sizes.owners("dp"), sizes.ep, sizes.etp
+        layout = ("state", *owners, parallel.zero, config.optimizer.offload, parallel.sequence_parallel)
         for stages, contents in cut.ranks:
             if (*layout, contents) not in memo:
                 memo[*layout, contents] = state_bytes(config, sizes, [cut.stages[stage] for stage in stages])
@@ -257,7 +258,7 @@ class _Pipeline:
                     activations,
                     _most_messages(sizes, pp) * message,
                     communicators[pp],
-                    host,
+                    host + state.host,
                     temporaries + state.copies,
                 )
             )
@@ -476,6 +477,8 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
         yield "parallel.dp_replicas", 1
     if recompute.head_tokens is None:
         yield "recompute.head_tokens", HEAD_TOKENS
+    if config.optimizer.offload == "none":
+        yield "optimizer.offload", "cpu"
     yield from _more_offloaded(config, sizes)
     if config.train.micro_batch_size > 1:
         yield "train.micro_batch_size", config.train.micro_batch_size // 2

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
 from triaxis.engine.config.groups import is_frozen
-from triaxis.engine.config.state_plan import MAIN_GRAD, WEIGHT, layout_of, state_rows
+from triaxis.engine.config.state_plan import (
+    ITEMSIZE,
+    MAIN_GRAD,
+    NUM_PLACES,
+    PIECE_NUMEL,
+    WEIGHT,
+    layout_of,
+    state_rows,
+)
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.layout.shard_spec import ParamRecord, localize
@@ -20,27 +28,46 @@ _IN_FP8 = (
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of one rank's training state; `copies` counts the FP8 copies of weights, which each step computes again."""
+    """Bytes of one rank's training state.
+
+    Attributes:
+        optimizer: state on the device; with `optimizer.offload: cpu` the places through which it passes.
+        copies: FP8 copies of weights, which each step computes again.
+        host: state in host memory.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     copies: int = 0
+    host: int = 0
 
 
 def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageContents]) -> StateBytes:
     """Count the bytes of flat buffers and optimizer state on a rank that holds these stages."""
     records = held_records(config, sizes, chunks)
     nbytes = dict.fromkeys((WEIGHT, MAIN_GRAD), 0)
-    optimizer = 0
+    optimizer = itemsize = 0
+    pieces: list[int] = []
     for layout in layout_of(config, sizes, records):
         owners = sizes.owners(layout.key.reduce_over)
-        for kind, row in state_rows(layout.key, config.precision, config.state_kinds).items():
+        rows = state_rows(layout.key, config.precision, config.state_kinds)
+        for kind, row in rows.items():
             if kind in nbytes:
                 nbytes[kind] += row.nbytes(layout, owners)
             else:
                 optimizer += row.nbytes(layout, owners)
-    return StateBytes(nbytes[WEIGHT], nbytes[MAIN_GRAD], optimizer, _fp8_copies(config, records))
+        if layout.key.is_updated:
+            itemsize = sum(ITEMSIZE[row.dtype] for kind, row in rows.items() if kind not in nbytes)
+            pieces += [
+                min(PIECE_NUMEL, numel - start)
+                for numel in ((bucket.stop - bucket.start) // owners for bucket in layout.buckets)
+                for start in range(0, numel, PIECE_NUMEL)
+            ]
+    host = 0
+    if config.optimizer.offload == "cpu":
+        host, optimizer = optimizer, min(NUM_PLACES, len(pieces)) * max(pieces, default=0) * itemsize
+    return StateBytes(nbytes[WEIGHT], nbytes[MAIN_GRAD], optimizer, _fp8_copies(config, records), host)
 
 
 def _fp8_copies(config: Config, records: Sequence[ParamRecord]) -> int:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 LAYOUTS = (
     {"micro_batch_size": 12},
-    {"dp": 3, "micro_batch_size": 4},
+    {"dp": 3, "offload_state": True, "micro_batch_size": 4},
     {"tp": 4, "sequence_parallel": True, "micro_batch_size": 12},
     {"pp": 2, "vpp": 2, "dp": 2, "zero": 2, "layers_per_stage": (2, 1, 2, 1), "micro_batch_size": 4},
     {"tp": 2, "pp": 2, "dp": 2, "bucket_bytes": 700, "micro_batch_size": 6},
@@ -36,7 +36,16 @@ LAYOUTS = (
     {"tp": 2, "dp": 3, "micro_batch_size": 8, "bucket_bytes": 100_000},
     {"cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 12},
     {"cp": 4, "dp": 2, "micro_batch_size": 6, "bucket_bytes": 700},
-    {"pp": 2, "vpp": 2, "schedule": "zbv", "layers_per_stage": (2, 1, 2, 1), "dp": 2, "zero": 2, "micro_batch_size": 4},
+    {
+        "pp": 2,
+        "vpp": 2,
+        "schedule": "zbv",
+        "layers_per_stage": (2, 1, 2, 1),
+        "dp": 2,
+        "zero": 2,
+        "offload_state": True,
+        "micro_batch_size": 4,
+    },
 )
 """Uneven and empty stages, tied embeddings across stages, replicated kv heads (tp above 1), dp that does not divide a bucket."""
 

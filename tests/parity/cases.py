@@ -106,6 +106,7 @@ class Case:
     cp_gradients: str = "run"
     zero: int = 1
     dp_replicas: int = 1
+    offload_state: bool = False
     """What dp x cp ranks share: the optimizer's state, from 2 on main grads too."""
     ep: int = 1
     """Ranks over which experts are cut, and the width of each."""
@@ -126,6 +127,7 @@ class Case:
         parts += [f"kv-{self.gathered_kv}"] if self.gathered_kv != "auto" else []
         parts += [f"sums-{self.cp_gradients}"] if self.cp_gradients != "run" else []
         parts += [f"zero{self.zero}"] if self.zero > 1 else []
+        parts += ["offload state"] if self.offload_state else []
         parts += [f"replicas{self.dp_replicas}"] if self.dp_replicas > 1 else []
         parts += [f"ep{self.ep}"] if self.ep > 1 else []
         parts += [f"etp{self.etp}"] if self.etp > 1 else []
@@ -207,6 +209,7 @@ class Case:
                     "lr": 1e-2,
                     "clip_grad": 0.5,
                     "bucket_bytes": self.bucket_bytes,
+                    "offload": "cpu" if self.offload_state else "none",
                     "warmup_steps": 2,
                     "groups": [
                         *({"match": pattern, "freeze": True} for pattern in self.frozen),

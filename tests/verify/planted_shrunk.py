@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 import triaxis.models.gpt.block
-from triaxis.engine.activations.offload import HostMemory, Mark, OffloadedStorage
+from triaxis.engine.activations.offload import HostMemory, OffloadedStorage
 from triaxis.engine.config.groups import UpdateRule
+from triaxis.engine.device.copy_lane import Mark
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.optimizer import distributed
 from triaxis.engine.step import Engine

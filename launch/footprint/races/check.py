@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from triaxis.engine.activations.offload import SideStream
 from triaxis.engine.checkpoint.writer import RankWriter
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.comm.staging import Carrier
@@ -24,8 +23,10 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
 from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
+from triaxis.engine.device.copy_lane import SideStream
 from triaxis.engine.kernels.registry import open_kernels
 from triaxis.engine.layout.rank_grid import Coordinates, RankGrid
+from triaxis.engine.optimizer.host_state import InHostMemory
 from triaxis.engine.pipeline.lowering import Instruction
 from triaxis.engine.pipeline.text import instruction_tokens
 from triaxis.engine.step import Engine
@@ -132,14 +133,19 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
                     watch.call(tensor, f"the flat {name}", parts)
                 else:
                     watch.call(tensor, f"slot {number} of the {name}" if number else f"the owned {name}")
-    for owned in engine.optimizer.owned:
-        for tensor in owned.state.tensors:
-            watch.call(tensor, "the optimizer's state")
+    for tensor in (*engine.optimizer.resident.tensors, *engine.optimizer.resident.host_tensors):
+        watch.call(tensor, "the optimizer's state")
 
 
 def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
     """Replace the engine's copy lanes with watched streams."""
     engine.to_host = WatchedFromCuda(watch)
+    resident = engine.optimizer.resident
+    if isinstance(resident, InHostMemory):
+        resident.to_device = SideStream(CPU, WatchedCuda(watch, "the optimizer's stream to the device"))
+        resident.to_host = SideStream(CPU, WatchedCuda(watch, "the optimizer's stream to the host"))
+        for tensor in resident.host_tensors:
+            watch.is_host_memory(tensor)
     saving = {id(chunk.saved): chunk.saved for chunk in engine.chunks}
     for number, saved in enumerate(saving.values()):
         if saved.host is not None:

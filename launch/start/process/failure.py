@@ -120,20 +120,21 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
     return min(failures, key=order)
 
 
-def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
+def describe(failure: RankFailure, logs: Path, since_seconds: float, *, kernel_killed: bool = False) -> str:
     """Describe a rank's end by its exit code, its last log lines, and the causes that they name.
 
-    The log lines are left out if rank 0 has printed them.
+    The log lines are left out if rank 0 has printed them. `kernel_killed` is as in `named_causes`.
     """
     where = f" ({failure.where})" if failure.where else ""
     head = f"rank {failure.rank} ended with {failure.how}{where}, so the job was stopped."
     log = last_log(logs, failure.rank, since_seconds)
     if log is None:
-        return f"{head} It had not opened its log in {logs} yet; its output is above."
+        causes = [f"  cause: {cause}" for cause in named_causes("", failure.exit_code, kernel_killed=kernel_killed)]
+        return "\n".join([f"{head} It had not opened its log in {logs} yet; its output is above.", *causes])
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - LAST_BYTES))
         text = file.read().decode(errors="replace")
-    causes = [f"  cause: {cause}" for cause in named_causes(text, failure.exit_code)]
+    causes = [f"  cause: {cause}" for cause in named_causes(text, failure.exit_code, kernel_killed=kernel_killed)]
     if failure.rank == 0 and failure.exit_code >= 0:
         return "\n".join([f"{head} Its output is above, and in {log}.", *causes])
     lines = text.splitlines()[-LAST_LINES:]

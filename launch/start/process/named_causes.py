@@ -53,12 +53,22 @@ BUS_ERROR = (
 )
 
 
-def named_causes(log: str, exit_code: int) -> list[str]:
+OUT_OF_HOST_MEMORY = (
+    "the kernel ended a process of this node, because host memory ran out. Give the job more (SLURM: --mem=0; a container: a "
+    "higher memory limit), or hold less there: optimizer.offload=none, a lower offload.num_layers, checkpoint.async=false, fewer "
+    "ranks on a node."
+)
+
+
+def named_causes(log: str, exit_code: int, *, kernel_killed: bool = False) -> list[str]:
     """List the causes that the end of a rank's log or its last signal indicates, each with advice.
 
     Args:
         log: text at the end of the log.
         exit_code: the rank's exit code, negative for a signal.
+        kernel_killed: whether the kernel has ended a process during the run, because memory ran out.
     """
     found = [f"{known.cause} {known.advice}" for known in CAUSES if known.pattern.search(log)]
+    if exit_code == -signal.SIGKILL and kernel_killed:
+        found.append(OUT_OF_HOST_MEMORY)
     return [BUS_ERROR] if not found and exit_code == -signal.SIGBUS else found

@@ -9,9 +9,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from triaxis.engine.activations.offload import HostMemory, InPlace, Mark
+from triaxis.engine.activations.offload import HostMemory
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.activations.saving_hooks import SavingHooks
+from triaxis.engine.device.copy_lane import InPlace, Mark
 from triaxis.engine.device.pinned_memory import Pageable
 
 CPU = torch.device("cpu")

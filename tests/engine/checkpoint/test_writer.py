@@ -138,7 +138,7 @@ def test_a_file_holds_the_state_in_the_accumulation_dtype_as_it_was_at_the_save(
         saving = writer.save(tmp_path / "saved")
         for buffer in engine.buffers.buffers:
             buffer.weights[0].zero_()
-        for tensor in (tensor for each in owned for tensor in each.state.tensors):
+        for tensor in (tensor for each in owned for tensor in each.state.beside.values()):
             tensor.zero_()
         may_begin.set()
     else:

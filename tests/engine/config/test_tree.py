@@ -23,7 +23,7 @@ def fields(verdict: str, *overrides: str) -> set[str]:
 def test_a_speed_setting_may_always_change() -> None:
     assert fields("layout") == {
         "model.vocab_multiple", "model.init_std", "model.extension.source", "data.cache_dir", "data.tokenizer",
-        "train.micro_batch_size", "train.phase", "eval", "optimizer.bucket_bytes",
+        "train.micro_batch_size", "train.phase", "eval", "optimizer.bucket_bytes", "optimizer.offload",
         "precision.masters", "precision.fp8.backend", "precision.fp8.gather",
         "parallel", "schedule", "recompute", "offload", "kernels", "checkpoint", "telemetry", "resilience", "runtime",
     }  # fmt: skip

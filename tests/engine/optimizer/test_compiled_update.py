@@ -41,7 +41,7 @@ def updated(case: Case) -> Engine:
 
 def _bits(engine: Engine) -> list[torch.Tensor]:
     owned = engine.optimizer.owned
-    return [tensor.clone() for each in owned for tensor in (each.parameters, *each.state.tensors)]
+    return [tensor.clone() for each in owned for tensor in (each.parameters, *each.state.beside.values())]
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def made(precision: PrecisionConfig, weights: torch.Tensor) -> tuple[torch.Tenso
 def state_of(
     parameters: torch.Tensor, precision: PrecisionConfig, kinds: Sequence[StateKind] = STATE_KINDS
 ) -> OptimizerState:
-    return OptimizerState(parameters, kinds, state_rows(BufferKey(None, None), precision, kinds))
+    return OptimizerState.initial(parameters, kinds, state_rows(BufferKey(None, None), precision, kinds))
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
@@ -113,21 +113,21 @@ def test_rounded_moments_are_near_and_a_skipped_step_changes_no_bit() -> None:
     for kind, near in (("exp_avg", 0.01), ("exp_avg_sq", 0.02), ("master", 0.01)):
         wanted, got = full.read(kind), narrow.read(kind)
         assert 0 < float((got - wanted).norm() / wanted.norm()) < near, kind
-    before = [tensor.clone() for tensor in (parameters, *narrow.tensors)]
+    before = [tensor.clone() for tensor in (parameters, *narrow.beside.values())]
     train(narrow, 1, skip_at=0)
-    assert all(torch.equal(a, b) for a, b in zip(before, (parameters, *narrow.tensors), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (parameters, *narrow.beside.values()), strict=True))
 
 
 def test_bytes_per_parameter() -> None:
     for precision, expected in ((FULL, 12), (SPLIT, 10), (NARROW, 6)):
         _, state = made(precision, torch.zeros(64))
-        assert sum(tensor.nbytes for tensor in state.tensors) == 64 * expected
+        assert sum(tensor.nbytes for tensor in state.beside.values()) == 64 * expected
         kinds = state_kinds("adamw", (), has_ema=True)
         averaged = state_of(torch.zeros(64, dtype=torch.bfloat16), precision, kinds)
-        assert sum(tensor.nbytes for tensor in averaged.tensors) == 64 * (expected + 4)
+        assert sum(tensor.nbytes for tensor in averaged.beside.values()) == 64 * (expected + 4)
     exact = torch.zeros(64)
     state = state_of(exact, PrecisionConfig(dtype="fp32"))
-    assert sum(tensor.nbytes for tensor in state.tensors) == 64 * 8 and state.read("master") is exact
+    assert sum(tensor.nbytes for tensor in state.beside.values()) == 64 * 8 and state.read("master") is exact
 
 
 def masters(rank: int, case: Case) -> list[torch.Tensor]:

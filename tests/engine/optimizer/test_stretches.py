@@ -65,7 +65,11 @@ def updated(case: Case) -> tuple[list[torch.Tensor], int, DistributedOptimizer]:
         for owned in optimizer.owned:
             owned.grads.copy_(torch.randn(owned.grads.shape, generator=generator, dtype=torch.float64))
         optimizer.step(1e-2 / (step + 1), torch.tensor(0.7), skip=torch.tensor(False))
-    return [t for each in optimizer.owned for t in (each.parameters, *each.state.tensors)], fusion.calls, optimizer
+    return (
+        [t for each in optimizer.owned for t in (each.parameters, *each.state.beside.values())],
+        fusion.calls,
+        optimizer,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,8 +77,8 @@ def updated(case: Case) -> tuple[list[torch.Tensor], int, DistributedOptimizer]:
 )
 def test_one_launch_has_the_bits_of_one_for_each_run(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     found, launches, optimizer = updated(case)
-    runs = sum(len(each) for each in optimizer._runs)
-    assert launches == sum(len(each) for each in optimizer._stretches or ()) <= len(optimizer.trained) < runs
+    runs = sum(len(piece.runs) for piece in optimizer.resident.pieces)
+    assert launches == sum(len(piece.stretches) for piece in optimizer.resident.pieces) <= len(optimizer.trained) < runs
 
     def apart(runs: list[Run], numbers: dict[UpdateRule, int], device: torch.device) -> list[Stretch]:
         return [Stretch.of([run], numbers, device) for run in runs]

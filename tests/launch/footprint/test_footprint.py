@@ -39,7 +39,15 @@ CASES = (
     Case("kinds", tp=2, cp=2, pp=2, sequence_parallel=True, num_layers=4, documents=True),
     Case("moe in turn", tp=2, cp=2, ep=2, etp=2, num_layers=2, dispatch="all_to_all", documents=True),
     Case(
-        "moe in turn", dp=4, dp_replicas=2, ep=2, zero=2, num_layers=2, recompute=("full", "uniform", 1), dtype="bf16"
+        "moe in turn",
+        dp=4,
+        dp_replicas=2,
+        ep=2,
+        zero=2,
+        num_layers=2,
+        recompute=("full", "uniform", 1),
+        dtype="bf16",
+        offload_state=True,
     ),
 )
 

@@ -8,7 +8,8 @@ import pytest
 
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.start.gpu_memory import MIB
-from triaxis.launch.tuning.machine import RESIDENT_BYTES, host_memory_bytes, this_machine, written_machine
+from triaxis.launch.start.host_memory import host_memory_bytes
+from triaxis.launch.tuning.machine import RESIDENT_BYTES, this_machine, written_machine
 from triaxis.models.predict.rank_memory import GB
 
 

@@ -80,6 +80,12 @@ MANY = {
     "gradients in slots": deeper(
         config_of(LLAMA, tp=2), parallel={"dp": 4, "zero": 2}, train={"global_batch_size": 32}
     ),
+    "state in host memory": deeper(
+        config_of(LLAMA, tp=2),
+        parallel={"dp": 4, "zero": 2},
+        train={"global_batch_size": 32},
+        optimizer={"offload": "cpu", "bucket_bytes": 2000},
+    ),
     "replicas of the state": deeper(
         config_of(LLAMA, tp=2), parallel={"dp": 4, "dp_replicas": 2, "zero": 3}, train={"global_batch_size": 32}
     ),

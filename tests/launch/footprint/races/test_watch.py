@@ -9,13 +9,14 @@ import torch
 
 from tests.parity.cases import Case
 from tests.parity.test_parity import COVERING, COVERING_TOO
-from triaxis.engine.activations.offload import HostMemory, SideStream
+from triaxis.engine.activations.offload import HostMemory
 from triaxis.engine.checkpoint.writer import RankWriter
 from triaxis.engine.comm.backends import Message, Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.staging import Staging
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.section import with_value
+from triaxis.engine.device.copy_lane import SideStream
 from triaxis.engine.device.host_copy import FromCuda, HostCopy
 from triaxis.engine.device.pinned_memory import PinnedPool
 from triaxis.engine.errors import TopologyError
@@ -69,8 +70,8 @@ IN_CI = [
     (Case("llama", tp=2, dp=2, zero=2, num_layers=3, global_batch_size=4), {"world", "tp", "dp"}),
     (Case("llama", tp=2, dp=2, zero=3, num_layers=4, global_batch_size=4), {"world", "tp", "dp"}),
     (
-        Case("llama", tp=2, dp=4, dp_replicas=2, zero=2, num_layers=3, global_batch_size=8),
-        {"world", "tp", "dp_shard", "dp_replicas"},
+        Case("llama", tp=2, dp=4, dp_replicas=2, zero=2, num_layers=3, global_batch_size=8, offload_state=True),
+        {"world", "tp", "dp_shard", "dp_replicas", "optimizer's"},
     ),
     (Case("gpt", pp=2, staged=True, num_layers=2, global_batch_size=2), {"world", "pp_forward", "pp_backward"}),
 ]
@@ -353,10 +354,31 @@ def sum_over_replicas_before_the_reduction(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ReplicaSums, "sent", at_once)
 
 
+def reuse_a_place_before_its_state_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = SideStream.wait
+
+    def unless_to_the_host(self: SideStream, mark: Any) -> None:
+        if "optimizer's stream to the host" not in self.stream.of.name:
+            wait(self, mark)
+
+    monkeypatch.setattr(SideStream, "wait", unless_to_the_host)
+
+
+def update_state_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = SideStream.wait
+
+    def unless_to_the_device(self: SideStream, mark: Any) -> None:
+        if "optimizer's stream to the device" not in self.stream.of.name:
+            wait(self, mark)
+
+    monkeypatch.setattr(SideStream, "wait", unless_to_the_device)
+
+
 PIPELINE = Case("gpt", pp=2, num_layers=2, global_batch_size=4)
 PIPELINE_STAGED = replace(PIPELINE, staged=True)
 ZERO_2 = Case("llama", dp=2, zero=2, num_layers=3, global_batch_size=4)
 ZERO_3 = replace(ZERO_2, zero=3)
+AWAY = Case("llama", dp=2, num_layers=2, dtype="bf16", bucket_bytes=700, global_batch_size=2, offload_state=True)
 HSDP = Case("llama", dp=4, dp_replicas=2, num_layers=2, global_batch_size=4)
 PLANTED = [
     (use_a_layer_before_its_gather, ZERO_3, 0, "unordered read", "all-gather (dp", "aten::", ""),
@@ -370,6 +392,16 @@ PLANTED = [
         "all-reduce (dp_replicas",
         "",
     ),
+    (
+        reuse_a_place_before_its_state_has_left,
+        AWAY,
+        0,
+        "unordered overwrite",
+        "aten::copy_",
+        "aten::copy_",
+        "the optimizer's",
+    ),
+    (update_state_before_it_has_come, AWAY, 0, "unordered writes", "aten::copy_", "aten::", "the optimizer's"),
     (one_receive_buffer, PIPELINE, 1, "unordered read", "recv (pp_forward", "aten::", ""),
     (write_what_is_sent, PIPELINE, 0, "unordered overwrite", "send (pp_forward", "aten::zero_", ""),
     (let_go_of_what_is_sent, PIPELINE, 0, "early free", "send (pp_forward", "free", ""),

@@ -1,0 +1,64 @@
+"""Copies between host and device beside the computation: on a GPU's side stream, on a CPU at once."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+Mark = Any
+"""Marks the end of posted copies: a `torch.cuda.Event` on a GPU, None on a CPU, where copies are done at once."""
+
+
+class CopyLane(Protocol):
+    """A way to run copies between host and device."""
+
+    def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        """Copy each (destination, source) pair after all compute work posted so far."""
+        ...
+
+    def wait(self, mark: Mark) -> None:
+        """Make later compute work wait for the copies that `mark` stands for."""
+        ...
+
+
+class SideStream:
+    """A copy lane that uses a GPU's side stream.
+
+    Args:
+        cuda: module with streams and events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self.device = device
+        self.cuda = cuda
+        self.stream = cuda.Stream(device)
+
+    def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        self.stream.wait_stream(self.cuda.current_stream(self.device))
+        with self.cuda.stream(self.stream):
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
+            mark = self.cuda.Event()
+            mark.record()
+        return mark
+
+    def wait(self, mark: Mark) -> None:
+        assert mark is not None
+        self.cuda.current_stream(self.device).wait_event(mark)
+
+
+class InPlace:
+    """A copy lane for a CPU, on which `post` copies at once."""
+
+    def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
+        for destination, source in copies:
+            destination.copy_(source)
+        return None
+
+    def wait(self, mark: Mark) -> None:
+        assert mark is None
+
+
+def lane_of(device: torch.device) -> CopyLane:
+    """Return a new copy lane for copies between the host and `device`."""
+    return SideStream(device) if device.type == "cuda" else InPlace()
