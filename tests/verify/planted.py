@@ -482,6 +482,14 @@ BUGS = (
         "all-gather",
     ),
     Bug(
+        planted_zero.a_recomputed_layer_uses_what_its_slot_holds,
+        replace(CUT_GRADIENTS, zero=3, num_layers=4, recompute=("full", "uniform", 1)),
+        "output",
+        anything,
+        "dp",
+        "with zero=1",
+    ),
+    Bug(
         planted_zero.an_owned_part_is_not_summed_over_replicas,
         REPLICAS,
         "gradient",

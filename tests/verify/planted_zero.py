@@ -3,10 +3,13 @@
 They are planted by name; see `planted.py`.
 """
 
+from typing import Any
+
 import torch
 
 from triaxis.engine.optimizer.bucket import Bucket, ReplicaSums, Slot, WeightSlots
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.models.gpt import chunk
 
 
 def a_microbatchs_sum_is_added_twice() -> None:
@@ -43,6 +46,28 @@ def a_layer_keeps_its_weights_of_the_step_before() -> None:
         self._order._held, self._used = held, used
 
     WeightSlots.clear = stale  # type: ignore[method-assign]
+
+
+def a_recomputed_layer_uses_what_its_slot_holds() -> None:
+    use, run = WeightSlots.use, chunk._run
+    is_again = [False]
+
+    def stale(self: WeightSlots, bucket: Bucket) -> None:
+        if is_again[0]:
+            bucket.is_complete = True
+        else:
+            use(self, bucket)
+
+    def ran(*arguments: Any, **named: Any) -> torch.Tensor:
+        # A group that runs inside of a backward is recomputed.
+        is_again[0] = torch._C._current_graph_task_id() != -1
+        try:
+            return run(*arguments, **named)
+        finally:
+            is_again[0] = False
+
+    WeightSlots.use = stale  # type: ignore[method-assign]
+    chunk._run = ran
 
 
 def an_owned_part_is_not_summed_over_replicas() -> None:
