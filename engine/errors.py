@@ -47,9 +47,10 @@ class ExitCode(IntEnum):
 
 
 def shown(value: object) -> str:
-    """Format a value for a message, in at most about 80 characters.
+    """Format a value for a message, shortened.
 
-    `repr` alone would fail for an integer with 10,000 digits.
+    Strings are cut to 60 characters and lists to three items. Integers above 64 bits give their number of bits. Nested containers,
+    dicts with more than three keys and other objects give their type. `repr` alone would fail for an integer with 10,000 digits.
     """
     if isinstance(value, str):
         return (
@@ -76,7 +77,7 @@ def shown(value: object) -> str:
 
 
 def brief(text: str) -> str:
-    """Cut a text to `LONGEST_SHOWN` characters and escape its line breaks, for one line in a message."""
+    """Cut a text to `LONGEST_SHOWN` characters for one line in a message. Unprintable ones are escaped first."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}.. ({len(text):,} characters)"
 
@@ -193,7 +194,7 @@ class ReplicaError(TriaxisError):
 
 
 class DivergenceError(TriaxisError):
-    """A loss or gradient that is not finite, or a loss that jumps.
+    """A loss or gradient that is not finite, a loss that jumps, or token rows that experts' buffers cannot hold.
 
     `resilience` sets no remedy, or none is left. Every rank raises this error after the same step.
     """

@@ -156,9 +156,12 @@ class Engine:
         on_grad: Callable[[ShardedParameter], None] | None = None,
         labels: Pending | None = None,
     ) -> BatchLosses:
-        """Compute and reduce the gradients for one global batch.
+        """Compute and reduce the gradients for one global batch, and return its losses.
+
+        The ledger's record begins anew.
 
         Args:
+            microbatches: this rank's part of the batch.
             observers: instruction observers for this step (`triaxis.engine.pipeline.executor.Executor`).
             on_grad: function (parameter) that is called after each addition to the parameter's main grad, before the bucket is
                 reduced.
@@ -188,7 +191,7 @@ class Engine:
                 chunk.train(training)
 
     def train_step(self, microbatches: Sequence[Any], lr: float) -> StepResult:
-        """Run `forward_backward`, then `update`, and wait for the result."""
+        """Run `forward_backward` and `update`, and wait for the result. DivergenceError if the step diverged."""
         return self.update(self.forward_backward(microbatches), lr).wait()
 
     def update(
@@ -206,7 +209,7 @@ class Engine:
 
         Args:
             losses: losses of the batch that produced the gradients.
-            flags: this rank's save and stop flags, which are summed over all ranks.
+            flags: this rank's save and stop flags, which are summed over all ranks; `retried` is set here.
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
@@ -273,9 +276,12 @@ class Engine:
         return was_early
 
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
-        """Compute the loss per token over some global batches, without dropout.
+        """Compute the next-token loss per token over some global batches, without dropout.
 
-        The result is the same on every rank.
+        Losses of routers and of multi-token prediction are left out. The result is the same on every rank.
+
+        Args:
+            steps: this rank's microbatches of each batch.
 
         Raises:
             DivergenceError: token rows found no room in their experts' buffers; raised on every rank.

@@ -44,7 +44,7 @@ def pack(numbers: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(vector: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split a packed vector into parts with the names and shapes in `like`."""
+    """Split a packed vector into parts with the names and shapes in `like`. The parts stay float64."""
     parts = vector.split([each.numel() for each in like.values()])
     return {name: part.view(each.shape) for (name, each), part in zip(like.items(), parts, strict=True)}
 
@@ -111,7 +111,7 @@ class StepResult:
 
 
 def _plain(number: float) -> float:
-    """Convert a whole number to int, so that it prints as a count."""
+    """Convert a float without a fraction to int, so that it prints as a count. Others are returned unchanged."""
     return int(number) if number.is_integer() else number
 
 
@@ -151,7 +151,7 @@ class PendingResult:
         )
 
     def _why(self, skip: Skip, numbers: Mapping[str, Any]) -> str:
-        """Explain which numbers made the step skip its update, and by which rule."""
+        """Explain an outlier or a divergence with its numbers and the rule. "" for any other `skip`."""
         limits, loss, grad_norm = self._limits, numbers["loss"], numbers["grad_norm"]
         if skip == "outlier":
             compared = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
@@ -194,7 +194,8 @@ def losses_ahead(sums: torch.Tensor, divisors: torch.Tensor, mtp: MTPConfig | No
 
     Args:
         sums: L1 .. LD, each times loss_weight / D (`BatchLosses`).
-        divisors: n1 .. nD.
+        divisors: numbers of counted labels for L1 .. LD (not n1 .. nD), each at least `LEAST_LABELS`.
+        mtp: multi-token prediction settings; None: `sums` is empty and is returned.
     """
     return sums if mtp is None else sums * (mtp.num_layers / mtp.loss_weight) / divisors
 

@@ -35,9 +35,10 @@ class StepsInFlight:
         self._posted.append((step, lr, result))
 
     def read(self, stop: StopRequest, *, newest: bool) -> list[FinishedStep]:
-        """Read every posted step but the newest.
+        """Wait for every posted step but the newest, and return these steps, oldest first.
 
-        The newest is read too if `newest` is set or all ranks have agreed to stop. Every rank reads the same steps.
+        Each step's stop flags may set `stop.agreed`. The newest is returned too if `newest` is set or `stop.agreed` is. Every rank
+        gets the same steps, each once.
         """
         finished = []
         while len(self._posted) > 1 or (self._posted and (newest or stop.agreed is not None)):

@@ -182,10 +182,12 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
         validation_is_due: whether the previous attempt stopped before it validated its last step; that validation comes first now.
 
     Returns:
-        Why the run stopped (None after its last step), and the number of consumed samples.
+        Why the run stopped, and the number of consumed samples. The reason is None after the run's last step, and
+        `Stop.NEXT_PHASE` after the last step in an earlier phase.
 
     Raises:
-        DivergenceError: loss or gradients are not finite; raised on every rank, before any weight changes.
+        DivergenceError: a step diverged, and `resilience` has no remedy left; raised on every rank, before any weight changes.
+        ReplicaError: weights that must be equal on several ranks differ.
         SaveError: the last checkpoint could not be written; raised on every rank.
     """
     while True:
@@ -261,7 +263,10 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
 
 def _after_update(run: TrainingRun, finished: FinishedStep) -> None:
-    """Judge a step whose numbers were read, and pass them to the observer and the saver."""
+    """Judge a step whose numbers were read, and pass them to the observer and the saver.
+
+    If an allocator had to free memory and retry, receives become late from now on.
+    """
     result = finished.result
     run.guard.judge(finished.step, result)
     run.observer.on_step(finished.step, result, finished.lr)

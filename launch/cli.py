@@ -204,7 +204,10 @@ def _show_versions() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print an error that the user or the environment caused, without a traceback. Any other error is raised again."""
+    """Print an error that the user or the environment caused, and return the exit code.
+
+    No traceback is printed. Any other error is raised again.
+    """
     from triaxis.launch.start.process.broken_environment import named_environment
 
     if (cause := named_environment(error)) is not None:

@@ -167,7 +167,10 @@ def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
-    """Return a number's bounds in words, as ` from 1 to 16` or ` > 0, < 1`."""
+    """Return a number's bounds in words, as ` from 1 to 16` or ` > 0, < 1`.
+
+    A whole number's upper bound above `LARGEST_SHOWN` is left out.
+    """
     limits = {
         word: limit
         for one in metadata

@@ -215,7 +215,11 @@ def _train(
 
 
 def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
-    """Show the banner, load the starting state, and record the attempt in the run directory."""
+    """Show the banner, load the starting state, and record the attempt in the run directory.
+
+    Returns:
+        The state, and the facts that each checkpoint of the attempt records.
+    """
     rank, directory, engine, telemetry = attempt.rank, attempt.directory, attempt.engine, attempt.telemetry
     config, described, counted = rank.config, describe(engine), count_parameters(engine)
     tokenizer = None if config.data.synthetic else load_tokenizer(config.data.tokenizer_name)
@@ -316,7 +320,10 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
 def _report(
     attempt: _Attempt, observer: TrainingObserver, stopped: Stop | None, consumed_samples: int, seconds: float
 ) -> None:
-    """Report the end of the run, after `seconds` of training. A finished run also writes its sample text."""
+    """Report the end of the run, after `seconds` of training.
+
+    A finished run is also marked as finished in its directory, and writes its sample text.
+    """
     engine, directory, telemetry, valid = attempt.engine, attempt.directory, attempt.telemetry, attempt.datasets.valid
     config, plan, loss, val_loss = engine.config, engine.plan, observer.loss, observer.val_loss
     telemetry.flush()

@@ -46,6 +46,7 @@ def train(
 
     Raises:
         TriaxisError: any error that `triaxis train` would print, such as a ConfigError with all problems.
+        TriaxisError: the run ended before its first step.
     """
     words = [*overrides, *([f"model.extension={extension}"] if extension is not None else [])]
     environment = RankEnvironment.from_variables(os.environ)

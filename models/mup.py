@@ -88,7 +88,7 @@ def _groups(specs: Sequence[ParamSpec], width: float, weight_decay: float) -> li
     """Build `optimizer.groups` for a model m = `width` times as wide as its base.
 
     Vectors keep the learning rate lr. Matrices in ENDS get lr / sqrt(m), all others lr / m. A group's weight decay grows as its
-    learning rate falls.
+    learning rate falls. Groups without parameters are left out.
     """
     root = math.sqrt(width)
     vectors = dict.fromkeys(_pattern(spec.name) for spec in specs if not spec.decay)

@@ -42,9 +42,9 @@ def _grouped(spec: ParamSpec, optimizer: OptimizerConfig) -> GroupedParameter:
 
 
 def groups_have_parameters(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each `optimizer.groups` entry that changes no parameter.
+    """Yield a problem for each `optimizer.groups` entry that no trained or frozen parameter belongs to.
 
-    Yield one more if all parameters are frozen. Rules in `triaxis.engine.config` cannot read parameter names, so this rule applies
+    Yield one more if no parameter is trained. Rules in `triaxis.engine.config` cannot read parameter names, so this rule applies
     only when a run is started or checked.
     """
     config = subject.config

@@ -69,7 +69,10 @@ class HostMemory:
             each.tensor = None
 
     def fetch(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies back to the device, and return their mark. Use the device tensors only after `arrived`."""
+        """Post the copies back to the device, and return their mark. Use the device tensors only after `arrived`.
+
+        The host buffers go back to the pool.
+        """
         copies = []
         for each in moved:
             assert each.buffer is not None and each.tensor is None

@@ -38,7 +38,7 @@ class SavingHooks(SavedTensors):
     Args:
         parts: names of the parts to recompute.
         host: host memory for moved tensors, or None if none is moved.
-        min_bytes: smallest tensor size that is moved, in bytes.
+        min_bytes: size in bytes of the smallest storage that is moved.
         weights: function () -> this rank's weights, which are never moved.
         on_saved: observer called with each tensor that stays in device memory for a backward.
     """
@@ -326,7 +326,7 @@ class _Layer:
             self.host.let_go(list(self._moved.values()), self._mark)
 
     def fetch(self) -> None:
-        """Post the copies back to the device, unless they were posted before."""
+        """Post the copies to the device and report them to `on_saved`, unless done before."""
         if self.host is not None and self._moved and not self._is_fetched:
             self._mark = self.host.fetch(list(self._moved.values()))
             self._is_fetched = True
@@ -335,7 +335,7 @@ class _Layer:
                 self.on_saved(each.tensor)
 
     def need(self) -> None:
-        """Wait for the copies to the device, and drop the references to the copied storages."""
+        """Call `fetch`, wait for its copies, and drop the references to the storages."""
         self.fetch()
         if self.host is not None and self._moved:
             self.host.arrived(self._mark)

@@ -61,14 +61,17 @@ class CheckpointDirectory:
         self.path = path
 
     def steps(self) -> dict[int, Path]:
-        """Map each step to its finished folder, ascending. A `.replaced` folder counts if the step has no other folder."""
+        """Map each step to its finished folder, going by names alone, ascending.
+
+        A `.replaced` folder counts if the step has no other folder.
+        """
         entries = self._entries()
         found = {int(match[1]): entry for entry in entries if (match := _REPLACED.fullmatch(entry.name))}
         found |= {int(match[1]): entry for entry in entries if (match := _STEP.fullmatch(entry.name))}
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
-        """Return the folder that `latest` names, or None if there is no such checkpoint."""
+        """Return the folder that `latest` names, even if it is missing. None if `latest` names no checkpoint."""
         try:
             name = read_regular(self.path / LATEST).decode(errors="replace").strip()
         except OSError:
@@ -103,7 +106,7 @@ class CheckpointDirectory:
         return self.path / f"{step_name(step)}.attempt_{attempt:02d}"
 
     def commit(self, partial: Path, step: int) -> Path:
-        """Rename a complete checkpoint to its final name, then point `latest` at it.
+        """Rename a complete checkpoint to its final name, point `latest` at it, and return it.
 
         An existing checkpoint of the same step is moved away first and removed afterwards.
 
@@ -125,9 +128,10 @@ class CheckpointDirectory:
         return final
 
     def sweep(self) -> list[str]:
-        """Remove half-written checkpoints left by dead attempts, and return the removed names.
+        """Remove what dead attempts left, and return the removed names, sorted.
 
-        A `.replaced` folder whose step has no other checkpoint gets its final name back.
+        These are half-written, replaced and half-removed checkpoints, and `.partial` files. A `.replaced` folder whose step has
+        no other checkpoint gets its final name back.
         """
         for step, folder in self.steps().items():
             if _REPLACED.fullmatch(folder.name):
@@ -139,6 +143,8 @@ class CheckpointDirectory:
 
     def retire(self, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
         """Remove checkpoints that the retention rules do not keep, and return their names.
+
+        Checkpoints of steps above `newest`, as before a rollback, stay.
 
         Args:
             newest: step that was just saved, complete and always kept.
@@ -161,7 +167,10 @@ class CheckpointDirectory:
         return [step_name(step) for step in gone]
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints into a new folder. Return that folder, or None if there were no checkpoints."""
+        """Move all finished checkpoints, `latest` and skipped.json into a new folder.
+
+        Return that folder, or None if there was nothing to move. Half-written checkpoints stay.
+        """
         names = [entry.name for entry in self._entries()]
         entries = [self.path / name for name in names if _STEP.fullmatch(name) or name in (LATEST, SKIPPED)]
         if not entries:

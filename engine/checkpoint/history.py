@@ -67,7 +67,11 @@ class RunHistory:
             self.grad_norms = [*self.grad_norms[-config.skip_window :], (step, grad_norm)]
 
     def limits(self, step: int, config: ResilienceConfig) -> StepLimits:
-        """Compute the limits for a step. A limit is infinite if its rule is off or too few steps are known."""
+        """Compute the limits for a step.
+
+        A limit is infinite if its rule is off or too few steps are known. An outlier limit is infinite too if all
+        known numbers are equal.
+        """
         divergence = math.inf
         known = _before(step, self.losses, MEDIAN_OVER)
         if config.loss_spike is not None and len(known) >= MEDIAN_FROM:

@@ -1,6 +1,6 @@
 """Writes and reads checkpoints tensor by tensor, in one process and without a run.
 
-Memory is bounded by `FILE_BYTES` or the largest tensor, whichever is more.
+Shards in memory are written as a file once they hold `FILE_BYTES`, so memory stays below that plus one shard.
 """
 
 import shlex

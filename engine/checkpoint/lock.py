@@ -24,6 +24,8 @@ LOCK = "lock"
 class FolderLock:
     """The lock on one folder, held until `close`.
 
+    On a file system without locks, it keeps no other process out.
+
     Args:
         folder: an existing folder.
         advice: clause that offers the user an alternative if another process holds the lock.
@@ -77,7 +79,7 @@ def holding(folder: Path, advice: str) -> Iterator[None]:
     """Hold a folder's lock if a run has created one there. Otherwise do nothing.
 
     Raises:
-        TriaxisError: another process holds the lock.
+        TriaxisError: another process holds the lock, or `lock` is not a regular file.
         OSError: the lock cannot be opened.
     """
     if not os.path.lexists(folder / LOCK):
@@ -109,7 +111,7 @@ def _lock(folder: Path, advice: str) -> int:
 
 
 def _open(path: Path) -> int:
-    """Open the lock file without blocking, even if it is a FIFO."""
+    """Open or create the lock file without blocking. TriaxisError if it is not a regular file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except IsADirectoryError:

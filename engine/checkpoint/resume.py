@@ -48,7 +48,8 @@ class ResumePoint:
         source: folder of the loaded checkpoint; None for initial weights.
         loaded: part of `source` that was loaded: everything, or only weights.
         lineage: ancestors to record in the run's own checkpoints.
-        differences: printable lines about layout fields and accepted fields that differ.
+        differences: printable lines about allowed differences from the saved run; () unless everything was loaded. They concern
+            layout, accepted fields, learning rate, average, frozen parameters and data.
         passed_over: problems with newer checkpoints that could not be used.
         history: the run's earlier faults and the samples it skips.
     """
@@ -66,6 +67,8 @@ def resume_or_start(
     engine: Engine, directory: CheckpointDirectory, *, has_saved: bool, data: dict[str, str], from_scratch: bool = False
 ) -> ResumePoint:
     """Load the state that the run continues from into the engine. Every rank calls this.
+
+    If there is no checkpoint to load, the engine keeps its initial weights.
 
     Args:
         engine: freshly built engine.
@@ -114,6 +117,8 @@ def _first_that_loads(
 ) -> ResumePoint | None:
     """Load rank 0's candidates in order until every rank has loaded one, else return None.
 
+    Problems with the run's own candidates are appended to `passed_over`.
+
     Raises:
         CheckpointError: a candidate that is not the run's own cannot be loaded, or rank 0 refuses to go on.
     """
@@ -145,7 +150,16 @@ class ResumeCandidate:
 def _candidates(
     engine: Engine, directory: CheckpointDirectory | None, has_saved: bool, passed_over: list[str]
 ) -> Iterator[ResumeCandidate]:
-    """Yield the checkpoints to try, best first, on rank 0. A run from initial weights has none."""
+    """Yield the checkpoints to try, best first, on rank 0. A run from initial weights has none.
+
+    Args:
+        directory: the run's own checkpoints; None: ignore them.
+        has_saved: whether the run has saved, so that having none of its own is an error.
+        passed_over: receives the problems with own checkpoints.
+
+    Raises:
+        CheckpointError: a differing field is not allowed, no own checkpoint could be loaded, or `checkpoint.load` is unusable.
+    """
     config = engine.config
     for candidate in directory.candidates(passed_over) if directory is not None else ():
         manifest, source = candidate.manifest, f"{candidate.folder} (of this run)"
@@ -199,7 +213,11 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]
 
 
 def _load(engine: Engine, chosen: ResumeCandidate, data: dict[str, str]) -> tuple[str, ResumePoint | None]:
-    """Load the chosen checkpoint on every rank. Return ("", resume point), or (reasons, None) if any rank failed."""
+    """Load the chosen checkpoint on every rank. Return ("", resume point), or (reasons, None) if any rank failed.
+
+    Raises:
+        CheckpointError: all ranks have loaded, but the result is not the saved state (`_check_whole`).
+    """
     world, device = engine.topology.axis("world"), engine.topology.device
     reason, point = "", None
     candidate = None
@@ -280,6 +298,8 @@ def _named(names: Sequence[str]) -> str:
 def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> RunHistory:
     """Build the run's history from the checkpoint, and add the samples that the configuration skips.
 
+    For the run's own checkpoint, skipped.json is merged in.
+
     Raises:
         CheckpointError: the history is damaged, or samples to be skipped were already trained on.
     """
@@ -310,10 +330,12 @@ def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
 
 
 def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
-    """List the accepted differences between the checkpoint's data and the run's, as printable lines.
+    """List the allowed differences between the checkpoint's data and the run's, as printable lines.
+
+    Only parts that both have are compared. A tokenizer that alone differs from a saved `bytes` is allowed: bytes were assumed.
 
     Raises:
-        CheckpointError: the tokenizer differs, or a corpus differs and `accept` does not name the data.
+        CheckpointError: the tokenizer differs otherwise, or a corpus differs and `accept` does not name the data.
     """
     saved, data = candidate.manifest.state.data, tree_without_secrets(data)
     compared = [part for part in data if part in saved]
@@ -336,10 +358,13 @@ def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequenc
 
 
 def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
-    """Check that all elements were loaded. With equal dtypes, the fingerprint is checked too.
+    """Refuse a loaded state whose number of parameters or fingerprint is not the saved one.
+
+    Fingerprints are compared only if the files have the accumulation dtype. Moments that loading rounds to bf16 are left out, and
+    so are parameters that only one of the runs freezes.
 
     Raises:
-        CheckpointError: elements are missing, or a fingerprint is not the saved one.
+        CheckpointError: the number of parameters or a fingerprint differs; raised on every rank.
     """
     topology, manifest = engine.topology, candidate.manifest
     (numel,) = topology.axis("world").sum_values([saved_numel(engine.optimizer)], topology.device, "begin")

@@ -40,7 +40,7 @@ ABSENT = "absent"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A differing field with its dotted name, both values and verdict."""
+    """A differing field: dotted name, value in the saved run (`there`) and in this one (`here`), and verdict."""
 
     key: str
     there: Any
@@ -56,7 +56,8 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
     An unsaved field counts as its default if its section was saved or the field affects only speed. Other unsaved fields count as
     "absent". If a section is null on one side, the other side's fields are the differences. `sequence_counts` is no difference if
-    the saved run does not record it.
+    the saved run does not record it. Secrets are not compared. Neither are fields that a phase sets; `phases` is
+    compared as a whole.
     """
     # Recorded values contain no secrets, so a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
@@ -82,7 +83,9 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
-    """Return `config` with the saved run's `model.moe.balance.sequence_counts`, unless `checkpoint.accept` names that field.
+    """Return `config` with `sequence_counts: choices` if the saved run's sequence loss counted choices.
+
+    `config` is returned unchanged if `checkpoint.accept` names the field, or the saved run has no sequence loss.
 
     Args:
         there: the saved run's configuration, as JSON.
@@ -97,7 +100,10 @@ def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
 
 
 def lengthening(config: Config, num_steps: int) -> str:
-    """Return the overrides, as text, that let a finished run continue to twice `num_steps` steps."""
+    """Return the overrides, as text, that let a finished run continue to twice `num_steps` steps.
+
+    With phases, the text says to raise `until` of the last phase, and names no number.
+    """
     accept = list(config.checkpoint.accept)
     tokens, steps = planned_tokens(config), planned_steps(config)
     if config.phases:
@@ -200,7 +206,7 @@ def _listed(found: Sequence[Change]) -> Iterator[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every leaf of a tree."""
+    """Yield (dotted key, value) for every leaf of a tree. A list is a leaf; an empty mapping yields nothing."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -150,7 +150,9 @@ class CheckpointSaver:
     def after_step(
         self, step: int, consumed_samples: int, lr: float, *, is_last: bool, validation_is_due: bool = False
     ) -> None:
-        """Start the save that is due after step number `step` (from 1).
+        """Compute the fingerprint and start the save that are due after step number `step` (from 1).
+
+        A save first waits until the previous one has ended. Without `checkpoint.async` it also waits for its own end.
 
         Args:
             step: number of steps so far, including this one.
@@ -188,7 +190,7 @@ class CheckpointSaver:
             )
 
     def close(self) -> None:
-        """Stop the threads. A running write completes but is not committed."""
+        """Stop the threads. A running write completes but is not committed; a running commit completes."""
         if self._writer is not None:
             self._writer.close()
         self._committer.shutdown(wait=True)
@@ -290,7 +292,14 @@ class CheckpointSaver:
         return self._directory.partial(state.step, self._facts.attempt)
 
     def _commit(self, state: TrainingState) -> _Committed:
-        """Turn all ranks' files into a checkpoint, in rank 0's thread."""
+        """Turn all ranks' files into a checkpoint, in rank 0's thread.
+
+        Older checkpoints that `keep_last` and `keep_every` do not keep are then removed.
+
+        Raises:
+            CheckpointError: rank 0 does not see every rank's file.
+            OSError: the folder cannot be written.
+        """
         partial = self._partial(state)
         parts = [partial / f"rank_{rank:05d}.json" for rank in range(self._world.size)]
         missing = [part.stem for part in parts if not part.exists()]

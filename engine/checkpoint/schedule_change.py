@@ -14,6 +14,8 @@ from triaxis.engine.storage.user_module import UserModuleError
 def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: int) -> Iterator[str]:
     """Yield printable lines if the learning rate will differ from the saved run's plan.
 
+    Nothing is compared if a run's length is unknown, or the saved run's extension is gone.
+
     Args:
         there: saved configuration as JSON; if it is incomplete (an import), nothing is compared.
         config: configuration of the continuing run.

@@ -111,7 +111,13 @@ class RankWriter:
             ]
 
     def save(self, folder: Path) -> Future[Written]:
-        """Copy the state, start writing `folder`/rank_<n>.safetensors, and return after the copy."""
+        """Copy the state, start writing `folder`/rank_<n>.safetensors, and return after the copy.
+
+        The thread also writes rank_<n>.json, the file's manifest entry. Without `in_background` nothing is copied.
+
+        Returns:
+            A future of the written file; it raises the last attempt's OSError if all attempts fail.
+        """
         # State in host memory is whole once these copies are done, since they are posted after the update's.
         self._to_host.finish(self._to_host.post(self._copies))
         for destination, source in self._host_copies:

@@ -21,7 +21,8 @@ class Axis:
     """One group of ranks, as this member sees it.
 
     Verbs name a peer by its index on the axis, not by its global rank. A verb posts and never waits, except `sum_values` and
-    `barrier`. The caller chooses where to wait, and thus what runs meanwhile. `out`, where given, receives the result.
+    `barrier`. The caller chooses where to wait, and thus what runs meanwhile. `out`, where given, receives the result. On a
+    one-rank axis `out` is returned as it is, so it must already share the input's memory.
 
     Attributes:
         name: axis name ("tp", "dp", "pp_forward", ...), which labels its calls in the ledger.
@@ -58,7 +59,7 @@ class Axis:
         return axis
 
     def connect(self, device: torch.device) -> None:
-        """Open the connections now, so that a missing peer shows up at start."""
+        """Open the connections now, so that a missing peer shows up at start. All members call this and wait."""
         if self._backend is not None:
             self._backend.connect(device)
 
@@ -146,7 +147,7 @@ class Axis:
         return Pending(tensor, work, written=(self.ledger, posted))
 
     def exchange(self, messages: Sequence[Message], purpose: str) -> list[Pending]:
-        """Post messages as one group call, and return one `Pending` per message in order."""
+        """Post messages as one group call, and return one `Pending` per message in order. A one-rank axis cannot."""
         assert self._backend is not None, "a one-rank pipeline hands over locally"
         events = [
             self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size, message.peer, place)

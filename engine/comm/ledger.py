@@ -119,7 +119,7 @@ class Ledger:
         return event
 
     def wait_ends(self, posted: Event) -> None:
-        """Record that the wait for a call's result has returned."""
+        """Record that the wait for a call's result has returned, and tell the observers."""
         self.events.append(posted._replace(phase="wait"))
         for observer in self.observers:
             observer.wait_ends()
@@ -130,7 +130,7 @@ class Ledger:
 
     @contextmanager
     def host_read(self, purpose: str) -> Iterator[None]:
-        """Record that this `with` block reads device values on the host."""
+        """Record that this `with` block reads device values on the host, and tell the observers its begin and end."""
         mark = _mark(HOST_READ, purpose)
         self.events.append(mark)
         for observer in self.observers:

@@ -56,10 +56,10 @@ class RankEnvironment:
     def from_variables(cls, variables: Mapping[str, str]) -> "RankEnvironment":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the restart count.
 
-        If RANK and WORLD_SIZE are unset, the process runs alone.
+        If RANK and WORLD_SIZE are unset, the process runs alone. Without the LOCAL_ variables, all ranks are on one node.
 
         Raises:
-            TopologyError: some variables are set, and others are missing or not numbers.
+            TopologyError: RANK, WORLD_SIZE or MASTER_PORT is missing, or a number is invalid.
         """
         if "WORLD_SIZE" not in variables and "RANK" not in variables:
             return cls()
@@ -150,10 +150,11 @@ def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict
 
 
 def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
-    """Take the device and join the default process group.
+    """Take the device and join the default process group. A process that runs alone joins none.
 
-    Rank 0's store and the gloo and NCCL sockets listen only on the interface that leads to MASTER_ADDR. A hand-started torchrun
-    uses torch's store, which listens on all interfaces.
+    Environment variables for compile workers, sockets and NCCL are set, unless the user has set them. Rank 0's store and the gloo
+    and NCCL sockets listen only on the interface that leads to MASTER_ADDR. A hand-started torchrun uses torch's store, which
+    listens on all interfaces.
 
     Raises:
         TopologyError: raised on every rank, if one rank cannot use its device, or if the ranks' devices and backends do not fit
@@ -209,7 +210,7 @@ def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
 
 
 def _take(environment: RankEnvironment, config: RuntimeConfig) -> Place:
-    """Set up the allocator, choose this rank's device and make it current.
+    """Choose this rank's device. Set up a GPU's allocator and determinism and make it current, or set a CPU's threads.
 
     Raises:
         TopologyError: the rank cannot use the device.

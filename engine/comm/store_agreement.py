@@ -39,7 +39,7 @@ def naming_the_silent(store: dist.Store, rank: int, keys: Mapping[int, str], ran
         ranks_per_node: node size, so that the error can name nodes; 0: unknown.
 
     Raises:
-        PeerLostError: names the ranks whose key is missing.
+        PeerLostError: names the ranks whose key is missing, or rank 0 if none is.
     """
     start_seconds = time.monotonic()
     try:
@@ -134,7 +134,7 @@ def compare_details(
 
 
 def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """Read rank 0's verdict, and raise a bad one once all ranks have read it."""
+    """Read rank 0's verdict, and raise a bad one once all ranks have read it, or after `ALL_HAVE_READ`."""
     problem = json.loads(store.get("verdict"))
     if problem is None:
         return
@@ -181,8 +181,9 @@ def is_alone() -> bool:
 def compare_group_counts() -> None:
     """Check that all ranks have created equally many process groups so far.
 
-    Every rank in the default group calls this function before it creates groups. torch derives a group's name from this number.
-    With different numbers, ranks would wait for each other under different names, until the timeout.
+    Every rank in the default group calls this function before it creates groups. A process that is alone passes. torch derives a
+    group's name from this number. With different numbers, ranks would wait for each other under different names, until the
+    timeout.
 
     Raises:
         TopologyError: raised on every rank, naming the ranks that differ.

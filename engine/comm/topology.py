@@ -90,7 +90,7 @@ class Topology:
         staged: whether calls copy tensors through host memory.
 
     Raises:
-        TopologyError: the default process group and the grid differ in size.
+        TopologyError: the default process group and the grid differ in size, or ranks have created different numbers of groups.
     """
 
     def __init__(

@@ -41,7 +41,11 @@ class ContextCut:
         return cls(sizes.cp, index, windows_of(config.model) if gathers_keys(config) else None)
 
     def __call__(self, whole: MicroBatch) -> MicroBatch:
-        """Extract this rank's part from a microbatch on the CPU."""
+        """Extract this rank's part from a microbatch on the CPU.
+
+        `num_tokens` and `num_ahead` become the part's. With documents and gathered keys, `rank_work` is every cp rank's work. A
+        single cp rank gets the microbatch itself.
+        """
         b, s = whole.tokens.shape
         rows = ((s,),) * b if whole.documents is None else whole.documents.lengths
         part = self.part(rows)

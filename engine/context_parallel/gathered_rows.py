@@ -39,7 +39,10 @@ class GatheredRows(Mixer):
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather into row order, whose backward reduce-scatters the gradients."""
+    """All-gather the cp ranks' parts, and restore the order of tokens in their rows (samples).
+
+    The backward sums the gradients over cp and keeps this rank's part (reduce-scatter).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> torch.Tensor:

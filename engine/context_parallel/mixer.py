@@ -75,7 +75,7 @@ class Mixer:
     ) -> torch.Tensor:
         """Attend from q [s, b, n, d] to rows [s_k, b, ..] -> [s, b, n * d_v].
 
-        q's heads are this rank's, from number `first` on.
+        q's heads are this rank's, from number `first` on. The backward recomputes attention if `saved` recomputes that part.
         """
         return self._attended(heads_first(q, *rows), self.kernels.choices.attention, mask, keys, first)
 

@@ -283,7 +283,7 @@ class ReadAgain(NamedTuple):
 
 
 def read_again(source: SampleSource, num_samples: int) -> list[ReadAgain]:
-    """Find corpora that repeat samples within the first `num_samples` samples."""
+    """Find corpora that repeat samples within the first `num_samples` samples. A `ContinuedStream` is left out."""
     if not isinstance(source, Blend):
         return []
     asked = zip(source.sources, counts_of(source.shares, num_samples), strict=True)

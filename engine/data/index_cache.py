@@ -65,7 +65,7 @@ def open_numbers(
         progress: observer for building, waiting and hashing.
 
     Raises:
-        DataError: the cache folder cannot be read or written.
+        DataError: the cache folder cannot be read or written, or the file does not hold what was just written.
     """
     progress = progress or Progress()
     hashed = partial(progress.hashes, path)

@@ -66,12 +66,12 @@ def count_labels(microbatches: Sequence[MicroBatch]) -> list[float]:
 
 
 class Batches:
-    """An endless, ordered iterator over one dp rank's steps, starting at `consumed_samples`.
+    """One dp rank's steps in order, without end, starting at `consumed_samples`.
 
     Args:
         dataset: source that has every sample id >= 0.
         global_batch_size, micro_batch_size, dp, dp_rank: batch sizes in samples and dp coordinates; see `engine/data/sampler.py`.
-        consumed_samples: samples consumed by earlier steps.
+        consumed_samples: samples that all dp ranks consumed in earlier steps.
         device: device for the tensors that `next_step` returns.
         skipped: ranges of sample ids to leave out.
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
@@ -139,7 +139,7 @@ class Batches:
         return [self._to_device(microbatch) for microbatch in microbatches]
 
     def next_labels(self) -> list[float]:
-        """Return `count_labels` for the upcoming step, or zeros if the step cannot be read."""
+        """Wait for the upcoming step and return its `count_labels`; zeros if it cannot be read."""
         upcoming = self._ahead[0]
         return [0] * (1 + self._num_ahead) if upcoming.exception() else count_labels(upcoming.result())
 

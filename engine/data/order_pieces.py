@@ -40,7 +40,7 @@ def done_path(path: Path) -> Path:
 def fill_epoch(
     path: Path, key: str, seed: int, epoch: int, document_lengths: Int64s, num_samples: int, progress: Progress
 ) -> None:
-    """Write an epoch's three arrays to its cache file.
+    """Write an epoch's document order, token offsets and sample order to its cache file.
 
     The pieces that a killed process finished are kept.
 

@@ -22,7 +22,8 @@ from triaxis.engine.errors import DataError
 def with_tokenizer(config: Config) -> tuple[Config, str | None]:
     """Return the configuration with its tokenizer's name, and a note if bytes are assumed.
 
-    Bytes are assumed if no corpus has a record. Otherwise the note is None.
+    Bytes are assumed if `data.tokenizer` is null and no corpus has a record. Otherwise the note is None. Without corpora, the
+    configuration is returned unchanged.
 
     Raises:
         DataError: a corpus was encoded by another tokenizer, the recorded tokenizer is not found, or the model's vocabulary is too
@@ -56,7 +57,7 @@ def corpora_of(config: Config) -> list[str]:
 
 
 def _assumed(config: Config, prefixes: Sequence[str]) -> str:
-    """Build the note that bytes are assumed. DataError if the model's vocabulary is smaller than BYTES_VOCABULARY."""
+    """Build the note that bytes are assumed. DataError if all corpora exist and the model's vocabulary is too small."""
     why = f"{', '.join(prefixes)}: no record names the tokenizer (`triaxis prepare` writes PREFIX.json), so bytes are assumed"
     if config.model.vocab_size < BYTES_VOCABULARY and all(idx_path(prefix).is_file() for prefix in prefixes):
         raise DataError(

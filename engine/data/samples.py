@@ -154,7 +154,7 @@ class SampleStream:
         )
 
     def __getitem__(self, sample_id: int) -> Sample:
-        """Read sample `sample_id` >= 0.
+        """Read sample `sample_id` >= 0. Late in a long epoch, a thread begins to open the next epoch's order.
 
         Raises:
             DataError: a token is outside the model's vocabulary, or the index cache cannot be written.

@@ -13,7 +13,7 @@ class CopyLane(Protocol):
     """A way to run copies between host and device."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        """Copy each (destination, source) pair after all compute work posted so far."""
+        """Copy each (destination, source) after all compute work posted so far, and return a mark of the end."""
         ...
 
     def wait(self, mark: Mark) -> None:

@@ -42,6 +42,8 @@ class Gpus:
 def find_gpus(variables: Mapping[str, str], *, ask_torch: bool = False) -> Gpus:
     """Count the GPUs that torch can use on this node.
 
+    If the driver shows GPUs and torch uses none, `note` or `problem` says why.
+
     Args:
         variables: environment; CUDA_VISIBLE_DEVICES is read.
         ask_torch: query torch even if NVIDIA's driver shows no GPU.
@@ -97,7 +99,7 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
 
 
 def device_type(config: RuntimeConfig, gpus: Gpus) -> str:
-    """Return `CPU` or `CUDA`; `auto` is CUDA if this node has a GPU.
+    """Return `CPU` or `CUDA`; `auto` is CUDA if torch can use a GPU on this node.
 
     Raises:
         TopologyError: torch cannot use the GPUs, or the user asked for CUDA and there is none.
@@ -117,7 +119,7 @@ def device_type(config: RuntimeConfig, gpus: Gpus) -> str:
 
 
 def backend_of(config: RuntimeConfig, device: str, note: str = "") -> str:
-    """Return `GLOO` or `NCCL` for ranks on this type of device.
+    """Return `NCCL` on CUDA unless `runtime.collectives` is gloo, and `GLOO` on the CPU.
 
     Args:
         config: the run's runtime section.

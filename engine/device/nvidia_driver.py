@@ -36,7 +36,7 @@ class Driver:
     """The driver on this node.
 
     Attributes:
-        version: version such as 580.65.06; "" if no driver answers.
+        version: version such as 580.65.06; "" if unknown.
         num_gpus: number of GPUs that this process may see; CUDA_VISIBLE_DEVICES is ignored.
     """
 

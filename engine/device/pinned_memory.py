@@ -236,7 +236,7 @@ class PinnedPool:
         self._free: dict[VectorSize, list[tuple[torch.Tensor, Sequence[torch.cuda.Event]]]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a free vector [numel], or a new one, with undefined contents.
+        """Return a free vector of this length and dtype, else a new one. Its contents are undefined.
 
         Raises:
             OutOfMemoryError: there is no memory for a new vector.

@@ -168,7 +168,10 @@ class _Picked:
 
     @classmethod
     def of(cls, group: ExpertGroup, experts: torch.Tensor, num_rows: int) -> "_Picked":
-        """Pick up to `num_rows` rows for this rank's experts, ordered by expert, then by token."""
+        """Pick up to `num_rows` rows for this rank's experts, ordered by expert, then by token.
+
+        The number of rows beyond `num_rows` goes to `on_overflow`.
+        """
         # Slots for other ranks' experts have the number `num_local`, so the sort puts them last.
         local = group.local_numbers(experts).flatten()
         ends = count_values(local, group.num_local + 1)[:-1].cumsum(0)
@@ -234,7 +237,7 @@ class GatherDispatch:
 
 
 class _Gather(torch.autograd.Function):
-    """Map x [T, h], weights [T, k] -> rows [R, h], weights [R], picked rows. It saves indices only."""
+    """All-gather x [T, h], weights [T, k] -> this rank's rows [R, h], weights [R], `_Picked`. It saves indices only."""
 
     @staticmethod
     def forward(
@@ -261,7 +264,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Map from row outputs [R, h] to sums over each token's experts [T, h]."""
+    """Reduce-scatter row outputs [R, h], summed over each token's experts -> this rank's tokens [T, h]."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, picked: _Picked, axis: Axis) -> torch.Tensor:
@@ -416,7 +419,7 @@ class ExchangeDispatch:
 
 
 class _There(torch.autograd.Function):
-    """Map x [T, h], weights [T, k] -> rows [R, h], weights [R], by expert. It saves indices only."""
+    """Exchange x [T, h], weights [T, k] for rows [R, h], weights [R], by expert. It saves indices only."""
 
     @staticmethod
     def forward(

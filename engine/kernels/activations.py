@@ -24,7 +24,7 @@ class _Activation:
 
     The forward maps x [.., f] -> [.., f], the backward (x, grad [.., f]) -> gradient for x. If the activation is gated, x is [..,
     2f], [gate | up]. `eager_backward` writes each half of the gradient directly into the result, which a compiled function cannot
-    do.
+    do. If `is_one_operator`, torch's operator is not compiled, and its own backward serves if no bias gradient is wanted.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]

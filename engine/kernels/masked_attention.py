@@ -244,7 +244,10 @@ class _Piece:
 
 
 def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
-    """Yield pieces with at most `block` queries each. If `block` is None, only a window cuts a stretch."""
+    """Yield pieces with at most `block` queries each.
+
+    If `block` is None, only a window cuts a stretch, to at most min(window, BLOCK) queries.
+    """
     for stretch in _stretches(mask, num_queries, num_keys):
         window = mask.window if mask.window is not None and mask.window < stretch.keys.length else None
         length = stretch.queries.length

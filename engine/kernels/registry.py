@@ -160,7 +160,10 @@ class Kernels:
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
-    """Replace each `auto` with the fastest choice that should run on a device, without trying it."""
+    """Replace each `auto` with the fastest choice that should run on a device, without trying it.
+
+    Decoding is explicit if attention is, else the fastest. A model without experts has None for their kernels.
+    """
     fastest = asdict(_fastest(facts))
     asked = config.model_dump()
     taken = {
@@ -377,8 +380,8 @@ def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
 def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) -> Kernels:
     """Resolve and try a run's kernels.
 
-    The call is collective on GPUs if the configuration has an `auto`. Rank 0 prints on stderr which of `auto`'s choices did not
-    run.
+    The call is collective on GPUs if the configuration has an `auto`, unless `is_alone`. Rank 0, or a process alone, prints on
+    stderr which of `auto`'s choices did not run.
 
     Args:
         config: the run's configuration.

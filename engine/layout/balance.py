@@ -116,7 +116,10 @@ def _fits(layers: Sequence[int], head: int, num_stages: int, least_at_head: int,
 def _several_stages_per_rank(
     layers: Sequence[int], head: int, rank_of_stage: Sequence[int], least_at_head: int
 ) -> tuple[int, ...]:
-    """Assign layers one by one, each with mean work, to the rank with the least work and there to its smallest stage."""
+    """Give each stage one layer, then each further layer to the least loaded rank's smallest stage.
+
+    The last stage starts with `least_at_head` layers. Each layer counts as the mean work.
+    """
     # Counted in layers x work, so that the mean is a whole number.
     num_layers, num_stages, unit = len(layers), len(rank_of_stage), sum(layers)
     counts = [1] * (num_stages - 1) + [least_at_head]

@@ -24,7 +24,11 @@ class GatherOrder:
         self.clear()
 
     def use(self, bucket: int) -> list[int]:
-        """List the buckets to gather now, in order: the used one if it is in no slot, then the next one in this direction."""
+        """List the buckets to gather now: the used one, then the next one in this direction.
+
+        A bucket that is in its slot is left out, and so is a next one that needs the used one's slot. Those listed count as in
+        their slots from now on.
+        """
         if abs(bucket - self._last) == 1:
             self._step = bucket - self._last
         self._last = bucket

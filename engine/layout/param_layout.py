@@ -95,7 +95,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A buffer range [start, stop) that is reduced and gathered in one call; its length is a multiple of dp."""
+    """A buffer range [start, stop) that is reduced and gathered in one call. The number of owners divides its length."""
 
     start: int
     stop: int

@@ -53,6 +53,9 @@ class ParallelSizes:
         etp: number of ranks in a stage over which each expert's width is cut.
         vpp: chunks per pipeline rank.
         is_v: whether a rank's two chunks are placed in a V.
+
+    Raises:
+        TopologyError: a size is below 1, the experts' or replicas' sizes do not divide their ranks, or there are too many ranks.
     """
 
     tp: int = 1
@@ -129,7 +132,7 @@ class ParallelSizes:
 
     @property
     def product(self) -> str:
-        """Axis sizes as a product: "tp 2 x pp 2 x dp 4", with cp if it is above 1."""
+        """Axis sizes as a product: "tp 2 x pp 2 x dp 4", with cp, replicas, ep and etp if they are above 1."""
         context = f"cp {self.cp} x " if self.cp > 1 else ""
         replicas = f" ({self.dp_replicas} replicas)" if self.dp_replicas > 1 else ""
         return f"tp {self.tp} x {context}pp {self.pp} x dp {self.dp}{replicas}{self._experts(' ')}"

@@ -128,7 +128,11 @@ class Fp8Gemms(LinearGemms):
         return region.leave_backward(sent, purpose), Operand(sent, largest)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Prepare X as an operand, in FP8 bytes if nothing else saves it."""
+        """Prepare an X that needs no gather as an operand, with its scale.
+
+        If only this layer saves X for the backward, and the recipe has one scale per tensor, X is rounded to FP8 bytes now.
+        Otherwise X stays in the run's dtype, and `forward` rounds it.
+        """
         largest = self._input_amax(x, is_cut=self.parts.cuts_inputs)
         return Operand(self._as_bytes(x, largest, is_cut=self.parts.cuts_inputs) if self._is_stored() else x, largest)
 
@@ -223,7 +227,7 @@ class Fp8Gemms(LinearGemms):
             self._count("input", matrix, rounded, is_cut=is_cut)
 
     def _count_weights(self) -> None:
-        """Count the values that the weights lose, once per counted step."""
+        """Count the values that the weights lose, once per counted step, if this rank counts weights."""
         counts = self.form.counts
         if counts is None or not (counts.is_open and counts.has_weights) or self._counted_step == counts.step:
             return
@@ -233,7 +237,7 @@ class Fp8Gemms(LinearGemms):
             self._count("weight", weight, copy, is_cut=is_cut)
 
     def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the values that rounding loses. If tp does not cut the operand, only the first tp rank counts."""
+        """Count the values that rounding loses in a counted step. If tp does not cut the operand, only tp rank 0 counts."""
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
             counts.add(self.parts.name, role, matrix, rounded)

@@ -23,7 +23,9 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 AddProduct = Callable[..., object]
-"""A function that takes (main grad [rows, in], dY [n, rows], X [n, in], *, overwrite) and adds dY^T X to the main grad."""
+"""A function that takes (main grad [rows, in], dY [n, rows], X [n, in], *, overwrite) and adds dY^T X to the main grad.
+
+If `overwrite`, the product replaces the main grad."""
 
 
 class Operand(NamedTuple):
@@ -66,7 +68,7 @@ class FusedWeights:
         return sum(member.bucket.version for member in self.members if member.bucket is not None)
 
     def complete(self) -> "Matrices":
-        """Wait for all-gathers in flight; return the weights as matrices [rows, in] (biases: vectors [rows])."""
+        """Complete the weights by their all-gathers, and return them as matrices [rows, in] (biases: vectors [rows])."""
         for member in self.members:
             bucket = member.bucket
             if bucket is not None and not bucket.is_complete:
@@ -76,7 +78,8 @@ class FusedWeights:
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
         """Add a gradient to the main grads, one call of `add` per matrix, and notify the buckets.
 
-        `grad` is dY [n, out] and `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
+        The first gradient of a step (in a slot: of a microbatch) replaces the main grads. `grad` is dY [n, out] and `x` is X [n,
+        in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
         """
         buckets = [member.bucket for member in self.members if member.bucket is not None]
         assert len(buckets) == len(self.members), f"{self.members[0].record.name} has no grad buffer"
@@ -237,7 +240,10 @@ class LinearGemms:
         return total.view(*tensor.shape[:-1], total.shape[-1])
 
     def add_weight_grads(self, grad: Operand, x: Operand) -> None:
-        """Add dY^T X to the main grads, and dY's sum unless the consumer does. The shapes are dY [.., out], X [.., in]."""
+        """Add dY^T X to the main grads. The shapes are dY [.., out], X [.., in].
+
+        Also add dY's sum to the biases' main grads, if `LinearParts.sums_biases` and the consumer does not sum it.
+        """
         total = self.add_products(grad, x)
         if self._sums_biases:
             self.add_bias_total(total_of(grad.tensor) if total is None else total)

@@ -64,7 +64,7 @@ class WeightGradQueue:
 
 @torch.no_grad()
 def add_deferred(work: list[DeferredGrad]) -> None:
-    """Compute the weight gradients and empty the list. Each gather overlaps the previous GEMM."""
+    """Add the deferred weight gradients to the main grads, and empty the list. Each gather overlaps the previous GEMM."""
     gathers = [each.gather(each.part) for each in work[:1]]
     while work:
         gathers += [each.gather(each.part) for each in work[1:2]]

@@ -54,7 +54,7 @@ class Executor:
         queues: weight-gradient queue for each chunk on this rank.
         shape: shape of an activation between stages, [s(/t), b, h].
         observers: functions called with each instruction before it runs, and with None after the last.
-        running: the instruction that runs, for error reports; None between two programs.
+        running: the instruction that runs, or that raised an error, for error reports; None between two programs.
     """
 
     topology: Topology

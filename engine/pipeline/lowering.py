@@ -136,7 +136,7 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
     Args:
         schedule: every rank's complete compute actions.
-        receives: form of the program; `late` is for the first run after a start.
+        receives: form of the program; `late` is for a first run and the runs after an allocator retry (`programs.py`).
 
     Raises:
         ScheduleError: the actions wait for each other in a circle, or for actions that are missing.
@@ -168,7 +168,10 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
 
 def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lead: int) -> list[_Timed]:
-    """List a schedule's transfers in the common order. Receives come `lead` actions before their consumer."""
+    """List a schedule's transfers in the common order. Receives come `lead` actions before their consumer.
+
+    With `lead` 0 they also come before the W actions directly before the consumer.
+    """
     stage_of = schedule.placement.stage_of
     place = {
         output: (rank, index)

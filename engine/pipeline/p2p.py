@@ -51,7 +51,7 @@ class Transport:
         self._sent: list[Pending] = []
 
     def post(self, post: Post) -> None:
-        """Send and receive the post's transfers, as one group call."""
+        """Post the transfers as one group call, without waiting; release tensors whose sends have completed."""
         self._sent = [pending for pending in self._sent if not pending.completed]
         axis = self._axes[post.direction]
         messages = []

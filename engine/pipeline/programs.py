@@ -71,7 +71,8 @@ class Programs:
 def schedule_file_runs(subject: Subject) -> Iterator[Problem]:
     """Yield a problem if the schedule in `schedule.file` is incomplete, out of order, or deadlocks.
 
-    Only callers that start or check a run apply this rule.
+    Forward-only files, and files with a wrong number of rows, are left to other rules. Only callers that start or check a run apply
+    this rule.
     """
     file = subject.config.schedule.file
     # Other rules report a file that is not a training schedule, or has too few rows.

@@ -83,12 +83,14 @@ Row = Sequence[Call | Step]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Rules beyond those that always hold, as the module's docstring describes.
+    """Worst-case limits of NCCL and the GPU, added to the rules that always hold.
+
+    `execute` simulates all ranks' calls under them, to find deadlocks.
 
     Attributes:
-        opened: connections that are open before the first call; None: all connections.
+        opened: connections that are open before the first call; the first use of another blocks the host. None: all are open.
         steps_synchronize: whether a step waits for every earlier call on its rank.
-        one_queue: whether each call must start before anything after it is launched.
+        one_queue: whether a rank stops at each call until the call is its channel's head or has completed.
     """
 
     opened: Collection[Connection] | None = None
@@ -98,12 +100,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two ends of one call that do not fit together.
+    """Two ranks' calls that meet and differ.
 
     Attributes:
         reason: `content` if the ends are different messages or collectives; `connections` if a first use would open different ones.
-        first, second: places of the ends.
-        ours, theirs: the two contents, or the two lists of connections.
+        first, second: places of the two calls.
+        ours, theirs: the two contents, or each side's connections with the other rank that are not open yet.
     """
 
     reason: Literal["content", "connections"]
@@ -130,10 +132,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Ranks that wait for ever.
+    """Ranks and calls that wait for ever.
 
     Attributes:
-        stopped: places of ranks that have not reached the end of their rows.
+        stopped: places where ranks wait that have not reached the end of their rows.
         heads: calls that have not completed and block their channels.
     """
 
@@ -204,7 +206,7 @@ class _Execution:
         return Stuck(stopped, heads) if stopped or heads else None
 
     def _advance(self, rank: int) -> None:
-        """Run a rank until it has to wait."""
+        """Run a rank until it has to wait, its row ends, or two calls conflict."""
         row = self.rows[rank]
         while (at := self.position[rank]) < len(row) and self.conflict is None:
             item = row[at]
@@ -216,7 +218,7 @@ class _Execution:
             self.position[rank] = at + 1
 
     def _call(self, rank: int, at: int, call: Call) -> bool:
-        """Post a call, unless it is posted already; return whether the rank goes on."""
+        """Post a call, unless it is posted or a connection stays closed; return whether the rank goes on."""
         channel = self.channels.setdefault((call.communicator, rank), deque())
         if self.last_posted[rank] < at:
             if self.opened is not None and not self._connect(rank, at, call):
@@ -229,7 +231,10 @@ class _Execution:
         return not self.rules.one_queue or at not in self.outstanding[rank] or channel[0].place == (rank, at)
 
     def _connect(self, rank: int, at: int, call: Call) -> bool:
-        """Open the connections that a call uses for the first time. Return whether all connections of the call are open."""
+        """Open a call's missing connections to each peer that is now in the mirrored call.
+
+        If the peer's call would open others with this rank, record a conflict. Return whether all connections of the call are open.
+        """
         assert self.opened is not None
         missing = self._missing(call)
         if not missing:
@@ -269,7 +274,7 @@ class _Execution:
         return True
 
     def _progress(self, communicator: Hashable, rank: int) -> None:
-        """Match a channel's calls with its peers' heads, until one call does not complete."""
+        """Match a rank's head with its peers' heads, then each head that follows a completed call."""
         agenda = [rank]
         while agenda and self.conflict is None:
             at = agenda.pop()
@@ -282,7 +287,7 @@ class _Execution:
                 agenda += self._meet_collective(communicator, at)
 
     def _meet_messages(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match a head's messages with its peers' heads. Return the ranks whose head has completed."""
+        """Match a head's messages with its peers' heads, or record a conflict. Return the ranks whose head has completed."""
         head = self.channels[communicator, rank][0]
         completed = []
         for message in tuple(head.open):
@@ -307,7 +312,7 @@ class _Execution:
         return completed
 
     def _meet_collective(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match a collective with all members' heads. Return the ranks whose head has completed."""
+        """Match a collective with all members' heads, or record a conflict. Return the ranks whose head has completed."""
         mine = self.channels[communicator, rank][0]
         members = self.members[communicator]
         is_whole = True

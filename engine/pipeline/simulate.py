@@ -95,7 +95,8 @@ def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
     """Time every action in a schedule.
 
     Raises:
-        ScheduleError: the costs are for a different number of stages, or actions wait for each other in a circle.
+        ScheduleError: the costs are for a different number of stages, or actions wait for each other in a circle or for missing
+            ones.
     """
     check_costs(costs, schedule.placement.num_stages)
     placement = schedule.placement

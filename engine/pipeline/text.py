@@ -78,7 +78,7 @@ def post_token(rank: int, post: Post) -> str:
 def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], str], context: int = 6) -> str:
     """Format rows of tokens with an arrow and a note under each marked token.
 
-    Long rows are cut to `context` tokens around the marks.
+    Long rows are cut to `context` tokens around the marks. If there are more than 16 rows, only marked ones are shown.
 
     Args:
         marks: notes by (rank, position in its row); a position past the end points after the row.
@@ -102,6 +102,8 @@ def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], 
 
 def render_timeline(timeline: SimulatedTimeline, width: int | None = None) -> Text:
     """Draw a timeline with a row per rank, time to the right, and idle time dotted.
+
+    Below it are a legend, the span, and the largest idle share of a rank.
 
     Args:
         width: number of screen columns; a longer picture continues below. None: one long picture.
@@ -134,7 +136,7 @@ def render_timeline(timeline: SimulatedTimeline, width: int | None = None) -> Te
 
 
 def shade(action: Action) -> str:
-    """Choose an action's colour in pictures, as #rrggbb. Each kind has a hue, which is darker for later chunks."""
+    """Choose an action's colour in pictures, as #rrggbb. Each kind has four shades of a hue, darker by chunk, then repeated."""
     shades = _COLOURS[action.kind]
     return shades[action.chunk % len(shades)]
 

@@ -1,7 +1,7 @@
 """Proves that a schedule or a lowered program runs to its end.
 
-**A schedule** has for each stage and microbatch one F, and later one B, or one I and later one W. When each rank runs its actions
-in turn, no rank waits for ever.
+**A schedule** has for each stage and microbatch one F, and later one B, or one I and later one W. A forward-only schedule has the F
+alone. When each rank runs its actions in turn, no rank waits for ever.
 
 **A program** also sends and receives each needed tensor once, and in time. Both ranks of a pair group their transfers alike. The
 program ends under the rules in `triaxis.engine.pipeline.rendezvous`, given NCCL, one hardware queue, and open connections between
@@ -40,7 +40,7 @@ class ScheduleFacts:
         peak_held: largest number of microbatch-chunks whose I has ended and whose W has not.
         peak_early_receives: largest number of posted receives in one direction and chunk whose consumer is later than the running
             action. Each needs one more buffer. 0 for a schedule that is not lowered.
-        num_transfers: the rank's sends and receives; 0 for a schedule that is not lowered.
+        num_transfers: number of the rank's sends and receives; 0 for a schedule that is not lowered.
     """
 
     peak_in_flight: tuple[int, ...]
@@ -50,15 +50,15 @@ class ScheduleFacts:
 
 
 def check(subject: Schedule | Program, opened: Collection[Connection] | None = None) -> ScheduleFacts:
-    """Prove that a schedule or a program is complete, in order and free of deadlocks.
+    """Prove a schedule or program complete, in order and free of deadlocks; return its facts.
 
     Args:
         subject: the schedule or program that would run.
-        opened: connections that are open before the first post; None: those that `Topology` opens.
+        opened: connections that are open before the first post; None: those that `Topology` opens (`ring_connections`).
 
     Raises:
-        ScheduleError: the subject is incomplete, out of order, or would deadlock. The message shows the rows with an arrow at the
-            place.
+        ScheduleError: the subject is incomplete, out of order, would deadlock, or groups a pair's transfers in two ways. The
+            message shows the rows with an arrow at the place.
     """
     program = subject if isinstance(subject, Program) else Program(subject, subject.actions)
     if opened is None:
@@ -82,7 +82,7 @@ def check(subject: Schedule | Program, opened: Collection[Connection] | None = N
 def ring_connections(pp: int) -> set[Connection]:
     """List the connections that `Topology` opens before the first step.
 
-    Each rank is connected to its ring neighbours, both ways.
+    Each rank is connected to its ring neighbours both ways, for activations and for gradients.
     """
     pairs = [(rank, (rank + 1) % pp) for rank in range(pp)] if pp > 1 else []
     directions: tuple[Direction, ...] = ("forward", "backward")
@@ -158,7 +158,10 @@ class _Checker:
     # --- the actions -----------------------------------------------------------------------------------------------
 
     def check_actions(self) -> None:
-        """Check that every action exists exactly once, after the action that it continues."""
+        """Refuse rows that do not hold each needed action once, after the one that it continues.
+
+        Also refuse a wrong number of rows, and a program whose actions are not its schedule's. Record each action's place.
+        """
         if len(self.rows) != self.placement.pp:
             raise ScheduleError(
                 f"schedule {self.schedule.name} has {len(self.rows)} rows for pp {self.placement.pp}: a row per rank. "

@@ -3,10 +3,12 @@
     fp16 gradients overflow                                               continues with a lower loss scale
     a loss or gradient norm far above those of the last steps             continues without that update (`StepLimits`)
     no label in the global batch is counted                               continues without that update
-    a loss or gradient that is not finite, or a loss above its limit      does what resilience.on_nonfinite says
+    a loss or gradient that is not finite, a loss above its limit, or
+    tokens without room in their experts' buffers                         does what resilience.on_nonfinite says
         stop        no update from that step on; the error names the first rank and module
         skip        no update in that step; its samples stay consumed
         rollback    returns to a checkpoint (`engine/resilience/rollback.py`)
+    more outliers and skips in a row than resilience.max_skips_in_a_row   stops
     replicated weights that differ                                        always stops
 
 All ranks read the same numbers for the same step at the same point in the loop, so they decide alike.
@@ -78,7 +80,8 @@ class Guard:
     def judge(self, step: int, result: StepResult) -> None:
         """Judge a step by its numbers, and report any trouble.
 
-        The caller passes the steps in order.
+        The caller passes the steps in order. The history gets the numbers of a step that updated the weights. A diverged
+        step whose loss or gradient norm is not finite is repeated, to find the first non-finite value.
 
         Raises:
             DivergenceError: the run cannot continue.
@@ -153,7 +156,7 @@ class Guard:
             )
 
     def samples(self, step: int) -> tuple[int, int]:
-        """Range [first, stop) of a step's sample ids."""
+        """Range [first, stop) that contains a step's sample ids; skipped ids may lie inside."""
         plan = self._engine.plan
         return self._history.skipped.span(plan.phase.samples_before(step), plan.samples_per_step)
 

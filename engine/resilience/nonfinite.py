@@ -181,7 +181,8 @@ class _Watch:
 def module_title(chunk: nn.Module, path: str) -> str:
     """Find a module's global name, such as `layers.5.mlp` for `blocks.1.mlp`.
 
-    The name begins with the `name` of the outermost module that has one. The rest of the path follows.
+    The name begins with the `name` of the outermost module that has one. The rest of the path follows. If no module has one, the
+    path is returned; an empty path becomes "the whole chunk".
     """
     parts = path.split(".") if path else []
     for depth in range(1, len(parts) + 1):

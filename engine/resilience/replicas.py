@@ -73,9 +73,10 @@ class ReplicaCheck:
         self._posted[step] = sums, HostCopy(engine.topology.axis("world").all_reduce(differing, PURPOSE).wait())
 
     def read(self, step: int) -> list[str] | None:
-        """Read the comparison of step `step`: one sentence per difference, the same on every rank.
+        """Read the comparison of step `step`, as sentences that are the same on every rank.
 
-        The list is empty if the replicas are equal. None: no comparison was posted for the step.
+        One sentence names the weights of an axis that differ on the same ranks. The list is empty if the replicas are equal.
+        None: no comparison was posted for the step, or it was read before.
         """
         if step not in self._posted:
             return None

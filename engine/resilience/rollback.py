@@ -48,7 +48,10 @@ class Rollback:
     def __call__(self, request: RollbackRequested) -> TrainingState:
         """Load the newest checkpoint before the requested step, and skip that step's samples.
 
-        Every rank calls this method.
+        Every rank calls this method. The skipped samples and the number of rollbacks are written to disk first.
+
+        Returns:
+            The loaded state, after whose step the run continues.
 
         Raises:
             DivergenceError: the run has already used up its rollbacks (`resilience.max_rollbacks`).

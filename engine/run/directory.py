@@ -47,7 +47,7 @@ from triaxis.engine.storage.user_module import keep
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
-    """Return the run's name: `runtime.name`, else the config's stem, followed by the job id under SLURM.
+    """Return the run's name: `runtime.name`, or else the config's stem (with the job id under SLURM).
 
     Args:
         config: resolved configuration.
@@ -135,9 +135,11 @@ class RunDirectory:
     def begin(self, config: Config) -> None:
         """Make this attempt the directory's current one. Rank 0 calls it once the engine is built and its state loaded.
 
-        A start from scratch moves earlier checkpoints aside. Half-written checkpoints of dead attempts are removed.
+        It writes config.yaml and the extension's sources, and removes `finished` and `starting_over`. A start from scratch also
+        moves earlier checkpoints aside and removes `saved`. Half-written checkpoints of dead attempts are removed.
 
         Raises:
+            UserModuleError: the extension's sources cannot be read, or have changed since they were loaded.
             StorageError: the directory or the checkpoint folder cannot be written.
         """
         checkpoints = self.checkpoints(config)
@@ -155,10 +157,10 @@ class RunDirectory:
         self._config = config
 
     def put_back(self) -> None:
-        """Restore the directory and the locks if they were removed or moved during this run.
+        """Recreate and lock the run directory and the checkpoint folder if they were removed or moved.
 
-        Rank 0 calls it, after `begin`. A removed directory's content stays lost. But `saved` is written again if the checkpoints
-        still exist in another folder.
+        Rank 0 calls it, after `begin`. The run directory gets its log folder, config.yaml and the extension's sources again.
+        `saved` is written again if a checkpoint folder elsewhere is still in place. Other content stays lost.
 
         Raises:
             TriaxisError: another live run has locked one of the folders meanwhile.
@@ -179,7 +181,9 @@ class RunDirectory:
     def look(
         cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False
     ) -> "RunDirectory | None":
-        """Return the directory if it holds a finished run of this configuration, else None. Nothing is changed or locked.
+        """Return the directory, with `attempt` 0, if it holds a finished run; else None, also if `from_scratch`.
+
+        Nothing is locked or kept. If the result is None, a trial write in each folder tests whether the attempt can write there.
 
         Raises:
             TriaxisError: see `create`; a live run is no error here.
@@ -216,7 +220,7 @@ class RunDirectory:
         return run_entries.read_finished(self.path, config)
 
     def _check_checkpoints(self, config: Config) -> None:
-        """Refuse a checkpoint folder that lies in another run's directory or has foreign entries.
+        """Refuse a checkpoint folder that is or lies in a wrong directory, or has entries of a wrong kind.
 
         Raises:
             TriaxisError: see `create`.
@@ -228,7 +232,7 @@ class RunDirectory:
             run_entries.check_kinds_of_checkpoints(folder)
 
     def _lock_checkpoints(self, config: Config) -> None:
-        """Lock the checkpoint folder against other runs with the same `checkpoint.dir`."""
+        """Lock the checkpoint folder against other runs. Create it if this run saves; else skip a missing one."""
         folder = self.checkpoints(config).path
         with _explaining_checkpoints(folder):
             if config.checkpoint.saves:
@@ -314,11 +318,13 @@ class RunDirectory:
 
     @property
     def has_saved(self) -> bool:
-        """Whether an attempt has completed a checkpoint."""
+        """Whether `saved` exists: a checkpoint was completed since the last start from scratch."""
         return (self.path / SAVED).exists()
 
     def mark_saved(self, folder: Path, step: int) -> None:
-        """Record that a checkpoint exists, so that later attempts resume.
+        """Write `saved` if it is missing, so that later attempts resume.
+
+        `put_back` comes first. `saved` records the checkpoint's folder and step.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its place.
@@ -336,6 +342,8 @@ class RunDirectory:
 
     def finish(self, **results: Any) -> None:
         """Mark the run as finished, and write `results` (steps, loss, val_loss, ...) as JSON, atomically.
+
+        `put_back` comes first.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its place.

@@ -72,7 +72,7 @@ def events_files(run: Path) -> list[Path]:
 
 
 def check_links(path: Path) -> None:
-    """Refuse links that lead out of the run directory.
+    """Refuse entries directly in the run directory that are links to places outside.
 
     Raises:
         TriaxisError: some links lead out of the directory; the message names them.
@@ -135,7 +135,7 @@ def _of_other_kind(folder: Path, names: tuple[str, ...], kind: int) -> Iterator[
 
 
 def has_results(path: Path) -> bool:
-    """Whether an attempt has completed a step."""
+    """Whether config.yaml exists and metrics.jsonl is not empty: an attempt has completed a step."""
     metrics = path / METRICS
     return (path / CONFIG).is_file() and metrics.is_file() and metrics.stat().st_size > 0
 
@@ -242,7 +242,7 @@ def _is_run(path: Path) -> bool:
 
 
 def known_wandb_id(path: Path) -> str | None:
-    """Return the id of the run's wandb page. None if the file does not hold exactly one line."""
+    """Return the id of the run's wandb page. None if the file is unreadable or not one printable line."""
     try:
         text = read_regular(path, 1024).decode().strip()
     except (OSError, ValueError):

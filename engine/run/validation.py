@@ -20,7 +20,10 @@ from triaxis.engine.step import Engine
 
 
 class StepSource(Protocol):
-    """A source of this rank's microbatches, step by step. `next_labels` counts the labels in the step not yet taken."""
+    """A source of this rank's microbatches, step by step.
+
+    `next_labels` counts the upcoming step's labels, for the next token and then for each token further ahead.
+    """
 
     consumed_samples: int
 
@@ -62,7 +65,7 @@ class Validation:
         self._num_made = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether a validation follows step `step`, counted from 0."""
+        """Whether a validation follows step `step`, from 0: every `eval.interval` steps and at the phase's end."""
         interval, end_step = self._engine.config.eval.interval, self._engine.plan.phase.end_step
         if self._open_batches is None or interval is None:
             return False

@@ -43,7 +43,7 @@ def why_no_path(name: str | Path) -> str:
 
 
 def why_too_long(name: str | Path) -> str:
-    """Explain why a text is too long for a path; "" if it is not."""
+    """Explain why a text has too many bytes or names for a path; "" if it has not."""
     content = os.fsencode(name)
     names = content.split(b"/")
     if len(content) <= MOST_BYTES and len(names) <= MOST_NAMES and max(map(len, names)) <= MOST_NAME_BYTES:
@@ -56,6 +56,8 @@ def why_too_long(name: str | Path) -> str:
 
 def how_to_bring(name: str | Path) -> str:
     """Explain how to copy something from another machine; "" if `name` is a path.
+
+    `owner/name` is a path if `owner` exists on this machine.
 
     Args:
         name: an address (`s3://bucket/x`, `hf://owner/name`, also in pathlib's form `s3:/bucket/x`), or `owner/name` on the Hugging

@@ -20,10 +20,10 @@ HASH_BLOCK_BYTES = 8 * 2**20
 def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write `parts` in order as the new content of `path`: all of it, or nothing.
 
-    Writers without a common lock do not disturb each other; the later rename wins.
+    Processes without a common lock do not disturb each other; the later rename wins.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full; `path` is unchanged.
+        OSError: the folder cannot be written, or the disk is full. `path` is unchanged, unless only the folder's sync failed.
     """
     partial = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.partial")
     try:
@@ -65,7 +65,7 @@ def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None
 
     Args:
         path: the lock file.
-        waits: called repeatedly while another process holds the lock; None: block until it is free.
+        waits: called every `_LOOK_SECONDS` while another process holds the lock; None: block until it is free.
     """
     with path.open("a") as handle:
         while waits is not None:

@@ -17,6 +17,7 @@ def parse_json(text: str | bytes, *, is_unique: bool = False) -> Any:
         is_unique: refuse a key with two different values in one object; if False, the last value counts.
 
     Raises:
+        RepeatedKeyError: `is_unique`, and a key has two different values.
         ValueError: the text is not JSON, nests too deeply for Python's parser, or has a number with too many digits.
     """
     try:

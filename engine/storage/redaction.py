@@ -46,6 +46,8 @@ REDACTED = "[redacted]"
 def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> str:
     """Redact secrets that have a secret's form, or are values of variables like HF_TOKEN.
 
+    Passwords in variables with addresses count too. Values shorter than `LEAST_LENGTH` stay.
+
     Args:
         text: text to be written.
         variables: environment; None: this process's own.
@@ -88,7 +90,7 @@ def _forms(variables: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None) -> Any:
-    """Redact all texts and mapping keys in a JSON-like tree of mappings, lists and scalars."""
+    """Redact all texts and mapping keys in a JSON-like tree. Tuples become lists."""
     if isinstance(value, str):
         return without_secrets(value, variables)
     if isinstance(value, Mapping):
@@ -149,7 +151,8 @@ def blotted(stream: TextIO, what: str = "") -> TextIO:
 
     Args:
         stream: an open text stream.
-        what: the stream's name in the OutputError that a failed write raises; "": failed writes are ignored.
+        what: the stream's name in the OutputError that a failed write raises; a closed pipe raises BrokenPipeError. "": failed
+            writes are ignored.
     """
     return cast(TextIO, _Blotted(stream, what))
 

@@ -140,7 +140,7 @@ def try_to_write(folder: Path) -> None:
     """Write a byte in a folder, or in its nearest existing parent, and remove it.
 
     Raises:
-        OSError: the place is not writable.
+        OSError: the place is not a writable folder, or the path can never exist.
     """
     place = folder
     while not os.path.lexists(place) and place != place.parent:

@@ -90,7 +90,7 @@ def find_sources(source: str) -> Sources:
     """Find a module's sources by path or name.
 
     Raises:
-        UserModuleError: there are none.
+        UserModuleError: there are none, or Python fails to look up the name.
     """
     if not is_path(source):
         try:

@@ -74,7 +74,7 @@ class TrainingObserver:
     _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
-        """Start observing with `steps_made` steps complete.
+        """Start observing with `steps_made` steps complete. Host time measured so far is discarded.
 
         When called after a rollback, discard steps that ended without a record.
         """
@@ -106,7 +106,10 @@ class TrainingObserver:
         self._cp_imbalance = imbalance(work) if work else None
 
     def end_step(self) -> None:
-        """Stop the step's clock. `on_step` must be called for the same step later, in the steps' order."""
+        """Stop the step's clock, read the peak memory, and call the meters' `after_update`.
+
+        `on_step` must be called for the same step later, in the steps' order.
+        """
         for meter in self.meters:
             meter.after_update()
         memory = peak_memory_bytes(self.device)
@@ -115,7 +118,10 @@ class TrainingObserver:
             self.times.end_step()
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
-        """Write the record of step `step`, counted from 0. `result` holds the step's numbers."""
+        """Record step `step`, counted from 0, and report the memory comparison and slow ranks when due.
+
+        Every rank calls this method; the logging rank alone writes. `result` holds the step's numbers.
+        """
         self.loss = result.loss if result.num_tokens else self.loss
         ended = self._ended.popleft()
         split = None if self.times is None else self.times.on_step(step + 1)

@@ -66,7 +66,7 @@ class ShardedParameter(nn.Module):
     def bind(
         self, value: torch.Tensor, main_grad: torch.Tensor | None = None, bucket: ParameterBucket | None = None
     ) -> None:
-        """Use these flat-tensor views as weight and main grad from now on."""
+        """Use these flat-tensor views as weight and main grad from now on. With no main grad, the weight needs no gradient."""
         self.main_grad = main_grad
         self.bucket = bucket
         self.num_bindings += 1
@@ -75,7 +75,7 @@ class ShardedParameter(nn.Module):
         self.value = nn.Parameter(value.data, requires_grad=main_grad is not None)
 
     def weight(self) -> torch.Tensor:
-        """Return the complete weight, after waiting for an all-gather in flight."""
+        """Return the weight, once it is complete. With ZeRO-3 the call may start its all-gather."""
         if self.bucket is not None and not self.bucket.is_complete:
             self.bucket.complete()
         return self.value
@@ -89,11 +89,11 @@ class ShardedParameter(nn.Module):
         return self.bucket
 
     def overwrites(self) -> bool:
-        """Return whether the next gradient replaces the main grad."""
+        """Return whether the next gradient replaces the main grad. The call may begin a round in the bucket."""
         return self.bound_bucket().overwrites(self)
 
     def add_grad(self, grad: torch.Tensor) -> None:
-        """Add `grad`, shaped like the weight, to the main grad."""
+        """Add `grad`, shaped like the weight, to the main grad, or replace a stale main grad. Notify the bucket."""
         overwrite = self.overwrites()
         add(self.bound_main_grad(), grad, overwrite=overwrite)
         self.grad_was_added()

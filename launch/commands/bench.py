@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code.
 
     Raises:
-        ConfigError: neither a config nor --device is given, or arguments for one are given with the other.
+        ConfigError: neither a config nor --device is given, or arguments contradict each other.
         OutputError: the device file cannot be written.
     """
     refuse(_problems(args))
@@ -217,7 +217,7 @@ def _asked(args: argparse.Namespace) -> Iterator[tuple[str, list[str], int | Non
     """Yield each run as (name, overrides, number of ranks). None is the launcher's default number.
 
     Raises:
-        ConfigError: --layouts names none, or several together with --ranks.
+        ConfigError: --layouts names none, or --ranks comes with several layouts, with --gpus or with a number twice.
     """
     layouts = [] if args.layouts is None else [text.strip() for text in args.layouts.split(";") if text.strip()]
     if args.layouts is not None and not layouts:
@@ -311,7 +311,7 @@ def _refuse_other_launchers() -> None:
 
 @contextmanager
 def _ranks(world_size: int | None) -> Iterator[None]:
-    """Set the number of ranks that the launcher starts. None leaves the choice to the launcher."""
+    """Set NPROC_PER_NODE, the number of ranks that the launcher starts, and restore it after. None leaves it as it is."""
     before = os.environ.get("NPROC_PER_NODE")
     if world_size is not None:
         os.environ["NPROC_PER_NODE"] = str(world_size)

@@ -1,4 +1,4 @@
-"""`triaxis completion` prints a shell script that completes commands, options and config names."""
+"""`triaxis completion` prints a shell script that completes commands, options and files; in bash also config names."""
 
 import argparse
 from collections.abc import Iterator

@@ -172,9 +172,9 @@ def _parameters(config: Config) -> list[tuple[str, ...]]:
 
 
 def _by_layers(found: Sequence[GroupedParameter]) -> Iterator[tuple[str, str, GroupedParameter]]:
-    """Yield (layers, name, first layer's parameter) in forward order.
+    """Yield (layers, name, first layer's parameter) in forward order, once for consecutive equal layers.
 
-    Layers are a range such as 0-31. The name has N for the layer.
+    Layers are a range such as 0-31 or one number, and empty outside the layers. The name has N for the layer.
     """
     alike: list[tuple[list[str], list[tuple[str, GroupedParameter]]]] = []
     for layer, parameters in groupby(found, key=_layer_of):
@@ -200,7 +200,13 @@ def _facts(named: Sequence[tuple[str, GroupedParameter]]) -> list[tuple[object, 
 def _derived(
     config: Config, world_size: int | None, ranks_per_node: int | None, devices: Devices | None
 ) -> list[tuple[str, str]]:
-    """List facts derived from a legal config, as (name, value) lines."""
+    """List facts derived from a legal config, as (name, value) lines.
+
+    An empty name continues the line above. If dp is open, facts that need it are left out.
+
+    Raises:
+        ScheduleError: a program would deadlock.
+    """
     model, parallel = config.model, config.parallel
     padding = model.padded_vocab_size - model.vocab_size
     used = f", of which a token uses {num_active(model):,}" if model.has_experts else ""

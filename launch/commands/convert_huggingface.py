@@ -125,7 +125,7 @@ def import_source(family: str, source: Path) -> str:
 
 
 def export_huggingface(args: argparse.Namespace) -> None:
-    """Write a checkpoint's weights as a folder that transformers loads."""
+    """Write a checkpoint's weights as a folder that transformers loads, with tokenizer and model card."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.models.interop.huggingface.files import whole_folder, write_bytes, write_text, write_weights
     from triaxis.models.interop.huggingface.weights import plan_export

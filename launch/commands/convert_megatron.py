@@ -34,7 +34,10 @@ TRAIN_CONFIG = "train.yaml"
 
 
 def import_megatron(args: argparse.Namespace) -> None:
-    """Write Megatron-Core's weights as our checkpoint with a config, and the optimizer state if it can be read."""
+    """Write Megatron-Core's weights as our checkpoint with a config.
+
+    The optimizer state is imported too if there is one, unless --weights-only is given.
+    """
     from triaxis.engine.checkpoint.format.manifest import TrainingState
     from triaxis.engine.checkpoint.import_weights import write_checkpoint
     from triaxis.models.interop.huggingface.files import whole_folder, write_text
@@ -98,7 +101,10 @@ def import_megatron(args: argparse.Namespace) -> None:
 
 
 def export_megatron(args: argparse.Namespace) -> None:
-    """Write our checkpoint in Megatron-Core's format, including the optimizer state if there is one."""
+    """Write our checkpoint in Megatron-Core's format.
+
+    The optimizer state is exported too if there is one, unless --weights-only is given.
+    """
     from triaxis.engine.checkpoint.directory import find
     from triaxis.engine.checkpoint.import_weights import read_tensor, read_weights
     from triaxis.engine.checkpoint.inspect.weights import check_weights
@@ -163,7 +169,14 @@ def export_megatron(args: argparse.Namespace) -> None:
 def _model(
     args: argparse.Namespace, theirs: Mapping[str, Any], source: str
 ) -> tuple[ModelConfig, dict[str, Any], list[str]]:
-    """Return the model section, the other config sections that are known, and notes for the user."""
+    """Return the model, all known config sections (the model's too), and notes for the user.
+
+    They come from --config, or else from Megatron's arguments.
+
+    Raises:
+        ConfigError: --config contradicts Megatron's arguments, or these cannot be read.
+        CheckpointError: there is neither.
+    """
     if args.config is not None:
         config = load_config(args.config, [], os.environ)
         if theirs:

@@ -4,8 +4,8 @@ which     shows the documents that a step of a run has read (`launch/reads/data_
 repeats   shows tokens that a run has read twice or left out (`launch/reads/data_repeats.py`)
 inspect   shows documents, tokens, lengths, document ends and the first text
 check     compares every byte with the record's hashes, and every id with the tokenizer
-merge     writes the documents of A, then those of B, to C
-split     writes the first documents of C to A, then the next ones to B
+merge     writes the documents of several corpora, in the given order, as one corpus
+split     cuts one corpus by documents into any number of contiguous parts
 
 A corpus is named by its prefix, the path without ending of the .bin/.idx pair that `triaxis prepare` or Megatron's tools wrote.
 """
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print a corpus's counts and its first text."""
+    """Print a corpus's counts and first text; if no tokenizer is known, its first ids."""
     corpus, record = IndexedTokens(args.prefix), read_record(args.prefix)
     tokenizer = _tokenizer(args, args.prefix, record)
     is_asked = record is None or args.tokenizer is not None or args.eod_token is not None
@@ -137,7 +137,10 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def check_corpora(args: argparse.Namespace) -> int:
-    """Read whole corpora and print contradictions with their records or tokenizers. The exit code is 1 if there are any."""
+    """Print where corpora contradict their records or tokenizers. The exit code is 1 if they do.
+
+    Every byte is read, unless this node has checked the same files before.
+    """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     results, is_bad = [], False
     for prefix in args.prefixes:
@@ -165,7 +168,7 @@ def check_corpora(args: argparse.Namespace) -> int:
 def _tokenizer(args: argparse.Namespace, prefix: str, record: CorpusRecord | None) -> Tokenizer | None:
     """Open the requested tokenizer, or else the record's; None if there is neither.
 
-    The record's is opened only if it is still the one that encoded the corpus.
+    The result is also None if the record's is missing, or is no longer the one that encoded the corpus.
     """
     if args.tokenizer is not None:
         return load_tokenizer(args.tokenizer, args.eod_token)
@@ -221,7 +224,7 @@ def split_corpus(args: argparse.Namespace) -> int:
 
 
 def _numbers(option: str, text: str) -> list[float]:
-    """Parse comma-separated numbers. Raises ConfigError for anything else."""
+    """Parse comma-separated finite numbers above 0. Raises ConfigError for anything else."""
     try:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:

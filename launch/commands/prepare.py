@@ -1,4 +1,4 @@
-"""`triaxis prepare` converts text files to one corpus in Megatron's .bin/.idx format.
+"""`triaxis prepare` converts text, or other tools' token files, to a Megatron .bin/.idx corpus.
 
 texts/, web.jsonl.zst, books/*.parquet, or --stdlib  -->  PREFIX.bin, PREFIX.idx (tokens)  +  PREFIX.json (its content and hashes)
 """

@@ -137,7 +137,8 @@ def asked_for(args: argparse.Namespace) -> Schedule:
     """Build the schedule for the sizes on the command line.
 
     Raises:
-        ScheduleError: a size is missing, wrong or too large, or there is no schedule with that name.
+        ScheduleError: a size is missing, wrong or too large, a word needs a config, or there is no schedule with that name.
+        ConfigError: the schedule with that name cannot have this vpp.
     """
     from triaxis.engine.config.layout import schedule_problems
 
@@ -176,7 +177,10 @@ def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
 
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
-    """Build the schedules of a run with this config, for a training step and for a validation."""
+    """Build a run's schedules, for a training step and for a validation.
+
+    `check` also prints the pipeline's sizes and the batch.
+    """
     from triaxis.engine.config.plan import batch_plan
 
     config, dp = _read(args)
@@ -209,6 +213,8 @@ def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
 
 def usual_dp(config: "Config") -> int:
     """Largest data-parallel size that leaves each pipeline at least `USUAL_ROUNDS` x pp microbatches, or 1.
+
+    It divides the microbatches evenly, and each pipeline's number is a multiple of pp.
 
     With a schedule file, each pipeline gets the file's number of microbatches.
     """

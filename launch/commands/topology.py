@@ -57,7 +57,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the layout. Raises TopologyError or ConfigError if there is no such layout."""
+    """Print the layout, and draw it with --output. Raises TopologyError or ConfigError if there is no such layout."""
     check_counts(world_size=args.world_size)
     if args.ranks_per_node is not None and args.ranks_per_node < 1:
         raise TopologyError(

@@ -286,7 +286,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_subject(console: Console, args: argparse.Namespace) -> int:
-    """Judge another engine. Print a line for each layout, and a certificate if it differs."""
+    """Judge another engine. Print a line for each comparison, and its tables if there is a difference."""
     asked = subject_trial(
         args.config,
         args.overrides,
@@ -396,7 +396,7 @@ def _show_cause(console: Console, verdict: Verdict) -> None:
 
 
 def _show_tables(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
-    """Print the largest error for each kind of tensor, and the tensors that differ."""
+    """Print the largest error for each kind of tensor, notes, and the tensors that differ."""
     config, model = asked.config, asked.config.model
     assert config.train.steps is not None, "a trial has its length in steps"
     if model.extension is not None:

@@ -79,7 +79,7 @@ def collect(
 
 
 def network() -> NetworkFacts:
-    """Read the sockets of this process and its launcher. Process groups must be connected before."""
+    """Read the cluster's interface, and where this process and its launcher listen. Groups must be connected before."""
     name = os.environ.get(GLOO_VARIABLE, "")
     states = {one: state for one, state in psutil.net_if_stats().items() if state.isup}
     addresses = [

@@ -1,7 +1,7 @@
 """Find the nodes that are out of line, from all ranks' facts and rates.
 
-Nodes are compared only with each other. A value is out of line if most nodes have another. A rate is out of line if it is below
-half the median over equal groups (`SLOW`). Every rank computes the same findings.
+Values and rates are compared only between nodes. A value is out of line if most nodes have another. A rate is out of line if it is
+below half the median over equal groups (`SLOW`). Every rank computes the same findings.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 
 def judge_nodes(seen: Examination) -> Iterator[Finding]:
-    """Check that each of the layout's nodes is one machine, and that no machine is two nodes."""
+    """Check that each layout node is one host. A node on several hosts is FAIL. A host that is several nodes is WARN."""
     hosts: dict[int, dict[str, None]] = {}
     for one in seen.facts:
         hosts.setdefault(one.node, {})[one.host] = None
@@ -110,7 +110,10 @@ def judge_versions(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_gpus(seen: Examination) -> Iterator[Finding]:
-    """Check that the GPUs in a tensor-parallel group are linked as well as any on their node."""
+    """Check the GPU links inside tensor-parallel groups.
+
+    A pair without NVLink on a node that has NVLink is FAIL. A pair that cannot reach each other's memory is WARN.
+    """
     by_rank = {one.rank: one for one in seen.facts}
     links = {one.node: one.links for one in seen.facts if one.links}
     wrong = False
@@ -146,7 +149,10 @@ def judge_gpus(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_interfaces(seen: Examination) -> Iterator[Finding]:
-    """Check that the groups use an interface that leads to other nodes, and the node's fastest one."""
+    """Check the interface that the groups use, if there are several nodes.
+
+    The loopback is FAIL, because it leads to no other node. An interface slower than the node's fastest is WARN.
+    """
     used = [one for one in seen.facts if one.network.interface]
     if len({one.node for one in used}) < 2:
         return
@@ -177,7 +183,7 @@ def judge_interfaces(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_listeners(seen: Examination) -> Iterator[Finding]:
-    """Check that the run listens only on the cluster's interface or the loopback."""
+    """Check that the run listens only on the cluster's interface or the loopback (else WARN)."""
     outside = {
         one.rank: [
             address for address in one.network.listening if address != one.network.address and not _is_inside(address)
@@ -198,7 +204,10 @@ def judge_listeners(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_folders(seen: Examination) -> Iterator[Finding]:
-    """Check that every node can write to the run's folders, and that all see the same files."""
+    """Check that every node can write to the run's folders (else FAIL).
+
+    In folders that must be shared, all nodes must see the same files.
+    """
     bad = False
     for key in dict.fromkeys(root.key for one in seen.facts for root in one.roots):
         held = [(one, root) for one in seen.facts for root in one.roots if root.key == key]
@@ -227,7 +236,10 @@ def judge_folders(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_disk(seen: Examination) -> Iterator[Finding]:
-    """Check that there is room for all checkpoints that are kept, and for one more."""
+    """Check that there is room for all checkpoints that are kept, and for one more.
+
+    No room for even one is FAIL. Too little room for the others is WARN, as is a run that keeps every checkpoint.
+    """
     needs = seen.needs
     if not needs.save_bytes:
         return
@@ -255,7 +267,7 @@ def judge_disk(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_corpora(seen: Examination) -> Iterator[Finding]:
-    """Check that every node has the data files, with equal sizes."""
+    """Check that every node has the data files, with equal sizes (else FAIL)."""
     bad = False
     absent: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys(path for one in seen.facts for path in one.corpora):

@@ -26,7 +26,7 @@ def read_limits(
     status: Path = Path("/proc/self/status"),
     infiniband: Path = Path("/sys/class/infiniband"),
 ) -> LimitFacts:
-    """Read this process's limit on locked memory, and the size of /dev/shm.
+    """Read this process's limit on locked memory, and the size of /dev/shm. CAP_IPC_LOCK removes the limit.
 
     Args:
         shared: folder for shared memory, normally /dev/shm.
@@ -52,7 +52,9 @@ def _may_lock(status: Path) -> bool:
 def judge_limits(seen: Examination) -> Iterator[Finding]:
     """Compare each node's limits with those at which NCCL is known to fail.
 
-    The findings are only warnings, because NCCL has just worked within these limits.
+    A problem is only a warning, because NCCL has just worked within these limits. If there is none, the finding is OK.
+
+    Several ranks on a node need a /dev/shm above `SMALL_SHARED_BYTES`. InfiniBand needs unlimited locked memory.
     """
     facts = [(one, one.limits) for one in seen.facts if one.limits is not None]
     if not facts:

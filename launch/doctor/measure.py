@@ -1,4 +1,4 @@
-"""Measure bandwidth, clock offsets and shared folders, which needs at least two ranks.
+"""Measure bandwidth and clock offsets between ranks, and test the run's folders.
 
 Bus bandwidth is the bytes per second that a ring moves over each link, as in nccl-tests. So operations and group sizes can be
 compared. With t as the time per call and n as the number of ranks, it is:
@@ -43,6 +43,8 @@ PATIENCE_SECONDS = 10.0
 
 def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -> list[GroupRate]:
     """Measure the rates of this rank's groups. All groups on an axis run at the same time.
+
+    Sends are measured path by path (`path_rates`). Groups of one rank are left out.
 
     Args:
         sizes: messages to time; all ranks pass the same list.
@@ -221,7 +223,7 @@ def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) ->
 def check_folders(
     topology: Topology, roots: Mapping[str, Path], patience_seconds: float = PATIENCE_SECONDS
 ) -> tuple[RootFacts, ...]:
-    """Write into each folder on every node, and check that the others can read it.
+    """Write a test file into each folder on every node. Rank 0 reads all of them, the others read rank 0's.
 
     The test files of a missing folder go to its nearest parent that exists on rank 0's node. All test files are removed.
 

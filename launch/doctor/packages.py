@@ -43,7 +43,7 @@ def read_packages(device: torch.device, dtype: torch.dtype) -> tuple[PackageFact
 
 
 def _version(name: str) -> str:
-    """Version of an installed package; "" if it is not installed."""
+    """Version of an installed package, "of unknown version" if it has no metadata; "" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

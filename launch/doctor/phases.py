@@ -4,7 +4,8 @@
 def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:
     """List phases of pairs (sender, receiver), which are counterparts on neighbouring nodes.
 
-    Sends to each next node come first, then sends to the previous one. No rank is in two pairs of a phase.
+    Sends to each next node come first, then sends to the previous one. No rank is in two pairs of a phase. Two nodes have only the
+    first kind, which covers both directions. One node has no phases.
     """
     num_nodes = world_size // ranks_per_node
     steps = [1, -1] if num_nodes > 2 else [1]

@@ -16,8 +16,8 @@ MOST_NAMED = 6
 def judge_groups(seen: Examination) -> Iterator[Finding]:
     """Compare the rates of comparable groups (`equal_groups`), and name the slow ones.
 
-    A host in a slow group is blamed, unless another group on the host is fast. A slow gloo group inside one node gives only a
-    warning, because its ranks share the processors.
+    A host in a slow group is blamed, unless another group on the host is fast. If each of these hosts has a fast group, all are
+    blamed. A slow gloo group inside one node gives only a warning, because its ranks share the processors.
     """
     by_rank = {one.rank: one for one in seen.facts}
     found = False
@@ -47,6 +47,8 @@ def judge_paths(seen: Examination) -> Iterator[Finding]:
 
     A host is blamed for its sends if all are slow, but some receiver is fast with another host. Its receives are judged the same
     way. Between only two hosts the slow end cannot be known.
+
+    A slow path with neither end to blame names both hosts. If no path is slow, the median is compared with the interface's rate.
     """
     if not seen.paths:
         return
@@ -124,7 +126,10 @@ def all_equal(seen: Examination) -> bool:
 
 
 def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usual: float) -> Finding:
-    """Compare the median path with the interface's stated rate. For gloo only, because NCCL may send over other links."""
+    """Compare a node's rate, the median path times its ranks, with the interface's stated rate.
+
+    Only gloo can get a warning, because NCCL may send over other links.
+    """
     stated = min(by_rank[one.ranks[0]].network.mbits for one in seen.paths) * 1e6 / 8
     per_node = max(1, len(seen.facts) // len({one.node for one in seen.facts}))
     if seen.needs.backend == "gloo" and stated and usual * per_node < BELOW_INTERFACE * stated:

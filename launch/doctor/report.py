@@ -22,7 +22,7 @@ MOST_NODES = 64
 
 
 def show(console: Console, grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> None:
-    """Print tables of nodes, packages and rates, then the findings, worst last."""
+    """Print tables of nodes, rank 0's packages and rates. Then come the findings, worst last, and the verdict."""
     console.print(_nodes(seen))
     if seen.facts[0].packages:
         console.print(_packages(seen.facts[0]))

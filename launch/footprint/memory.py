@@ -191,7 +191,7 @@ class MemoryWatch(TorchDispatchMode):
         self._forwards.clear()
 
     def begin_part(self) -> None:
-        """Begin a new part of the step."""
+        """Begin a new part of the step, with peaks and counts of its own."""
         self.part = Extremes()
 
     @contextmanager
@@ -211,7 +211,7 @@ class MemoryWatch(TorchDispatchMode):
         logits: Sequence[str],
         places: Mapping[str, str],
     ) -> Iterator[None]:
-        """Name saved tensors by the module that was running.
+        """Count saved tensors and operators under the modules that they belong to, inside the block.
 
         Args:
             modules: the model's chunks.
@@ -321,7 +321,10 @@ class MemoryWatch(TorchDispatchMode):
                 extremes.largest = NewTensor(self._work, operator, tuple(tensor.shape), tensor.dtype, num_bytes)
 
     def on_saved(self, tensor: torch.Tensor) -> None:
-        """Record a tensor that is kept for a backward, under the running module. Outside `looking_at`, nothing is recorded."""
+        """Count a tensor that is kept for a backward as activations or logits, if its storage is temporary or sent.
+
+        In a chunk's first forward, it is also added to `saved`. Outside `looking_at`, nothing happens.
+        """
         if self._logits is None:
             return
         self._see(tensor)

@@ -1,8 +1,8 @@
 """Measure the costs that an extension's parts add to a layer.
 
-Four steps run without data: with one layer and with two, each with and without the extension. The difference between two layers and
-one cancels the ends of the model. The difference between extended and not cancels what both share. All steps are measured on one
-rank of tp x cp.
+Four microbatches run without data: with one layer and with two, each with and without the extension. If the model has several
+kinds of layers, all layers take the place of two. The difference between more layers and one cancels the ends of the model. The
+difference between extended and not cancels what both share. All are measured on one rank of tp x cp.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,10 @@ class OwnCostsMeter:
         self._known: dict[object, OwnCosts] = {}
 
     def __call__(self, config: Config, sizes: ParallelSizes) -> OwnCosts:
-        """Return the costs in this layout, or `NO_COSTS` if no layer parts are extended."""
+        """Return the costs in this layout, from the extension's own `costs` function or measured.
+
+        `NO_COSTS`: no layer parts are extended. If a measurement fails, `unknown` in the result says why.
+        """
         own = config.model.own
         if not own.with_parameters():
             return NO_COSTS
@@ -67,10 +70,11 @@ def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
 
 
 def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> NDArray[np.int64]:
-    """Run a step with one microbatch on the first rank, and count its costs.
+    """Run forward and backward of one microbatch on the first rank, and count their costs.
 
     Returns:
-        int64 [4]: bytes kept for the backward, FLOPs, bytes sent over tp, and calls over tp.
+        int64 [4]: bytes kept for the backward, FLOPs, bytes sent over tp, and calls over tp. The sums of replicas' gradients are
+            left out.
     """
     # Imported here: few runs have parts to measure.
     import torch

@@ -7,7 +7,7 @@ There is one part per pipeline instruction, with its calls, operators and live b
 An instruction's work depends on a few facts about it, its `Likeness`:
 
     action        kind, chunk, and whether the microbatch is the chunk's first or last
-    group call    its sends and receives, and the number of sends in flight before it
+    group call    its sends and receives, and the number of sends in the group call before it
 
 Where main grads are in slots, an action also waits for the sums of earlier actions. So these actions' kinds, chunks and order are
 facts too. Two parts that are alike and differ in their work are an error. Calls and operators of a longer step are summed over the

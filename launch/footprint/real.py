@@ -50,7 +50,9 @@ class RealSteps:
 def real_steps(
     config: Config, rank: int, build_model: ModelBuilder, device: torch.device, *, num_steps: int = 1
 ) -> RealSteps:
-    """Run `num_steps` steps after the warm-up.
+    """Run the warm-up and `num_steps` more steps, and measure them.
+
+    The peaks include building and warm-up.
 
     Args:
         config: the run's configuration; `parallel.dp` is set.

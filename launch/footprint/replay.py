@@ -38,7 +38,7 @@ class Replayed:
 def replay(
     logs: Mapping[int, Sequence[Event]], grid: RankGrid, kv_heads: int | None, *, has_experts: bool = False
 ) -> Replayed:
-    """Run the ledgers of some ranks to their end.
+    """Run the ledgers of some ranks to their end, and count the matched calls.
 
     Args:
         logs: posts and waits of each rank, in order; marks are ignored. Members of a communicator that have no log are assumed to
@@ -47,7 +47,8 @@ def replay(
         kv_heads, has_experts: the model's properties, as `Topology` takes them.
 
     Raises:
-        ScheduleError: two ends of a call differ, or ranks deadlock; the message names ranks and calls.
+        ScheduleError: two ends of a call differ, ranks deadlock, or a rank has no group on a call's axis; the message names ranks
+            and calls.
     """
     return _Replay(logs, axis_groups(grid, kv_heads, has_experts=has_experts)).run()
 

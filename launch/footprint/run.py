@@ -1,6 +1,6 @@
 """Run one training step of one rank in any layout, in one process.
 
-The engine's own code runs on fake tensors in a fake process group. So a rank out of thousands fits on a laptop. The step counts
+The engine's own code runs on fake tensors in a fake process group. So a rank out of thousands runs on a laptop. The step counts
 calls and bytes in the ledger, live storages by kind, and dispatched operators.
 
 If there are many microbatches, only some of them run. The rest is added up over the whole step's program
@@ -74,7 +74,7 @@ class Footprint:
         stages: numbers of the rank's pipeline stages.
         num_microbatches: microbatches in the step.
         run_microbatches: number of microbatches that were run; the others were added up.
-        state: bytes of parameters, gradients and optimizer between steps.
+        state: bytes of parameters, gradients and optimizer between steps, by kind, without host memory.
         peak: moment with the most bytes.
         most: peak bytes of each kind; the peaks may be at different moments.
         largest: largest tensor that an operator in the step created.
@@ -105,10 +105,12 @@ class Footprint:
 class Footprints:
     """Footprints of a layout's ranks.
 
+    Kernels are replaced by those in `AS_WRITTEN`, and Transformer Engine's attention by torch's.
+
     Args:
         config: the run's configuration; `parallel.dp` is set.
         build_model: model builder, as for training.
-        full: whether every microbatch is run.
+        full: whether every microbatch is run; with ZeRO-3 it always is.
         counts: expert choices in every layer and microbatch; None: experts take turns (`launch/footprint/routing.py`).
     """
 
@@ -140,7 +142,9 @@ class Footprints:
         return counts_in_turn(self.config, self.grid, rank, assumed_rows(self.config))
 
     def of(self, rank: int) -> Footprint:
-        """Count one rank's footprint.
+        """Run one training step of this rank on fake tensors, and return its footprint.
+
+        If only some microbatches run, the others are added up from them.
 
         Raises:
             TopologyError: there is no such rank, or this process already belongs to a process group.
@@ -155,15 +159,18 @@ class Footprints:
         return self._added_up(found, PartBook.of(recorder, has_slots=self._has_slots), at)
 
     def of_stages(self) -> list[Footprint]:
-        """Count the footprints of the ranks with tp and dp index 0, by pp index.
+        """Find the footprints of the ranks with tp, cp and dp index 0, by pp index.
 
-        Ranks with equal chunks do the same work. So one of them runs, and the others are added up from its parts. More than one
-        runs if the first rank's parts lack some kind of group call.
+        Ranks with equal chunks do the same work. So one of them runs, and the others are added up from its parts. A further one
+        runs if these parts lack a likeness in its row. With `full`, all run.
+
+        Raises:
+            ScheduleError: the microbatches that ran are not alike (see `PartBook.of`).
         """
         return [self._like(pp) for pp in range(self.sizes.pp)]
 
     def enough_microbatches(self, pp: int) -> int:
-        """Return a number of microbatches with which a short step has all likenesses in the whole step."""
+        """Return a number of microbatches, at most the step's, whose short step covers the whole step (see `covers`)."""
         whole = likenesses(self.program, pp, has_slots=self._has_slots)
         # An interleaved schedule's partial last group has the same size in the short step.
         group = self.sizes.pp if self.sizes.vpp > 1 and not self.sizes.is_v else 1
@@ -251,7 +258,11 @@ def require_rank(rank: int, sizes: ParallelSizes) -> None:
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Open a default process group whose other ranks do not exist."""
+    """Open a default process group, for the block, whose other ranks do not exist.
+
+    Raises:
+        TopologyError: this process already belongs to a process group.
+    """
     if dist.is_initialized():
         raise TopologyError(
             "this process belongs to a process group already; a footprint makes one of its own. Use a new process."
@@ -283,7 +294,10 @@ def assumed_rows(config: Config) -> list[list[int]]:
 
 
 def microbatches(engine: Engine) -> list[MicroBatch]:
-    """Build a step's microbatches, all equal. With `data.attention: within`, their documents are `assumed_documents`."""
+    """Build a step's microbatches, all equal: every token is 0, and every label counts.
+
+    With `data.attention: within`, their documents are `assumed_documents`.
+    """
     config, topology = engine.config, engine.topology
     b, device = engine.plan.micro_batch_size, topology.device
     rows = assumed_rows(config)
@@ -347,9 +361,9 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
 
 
 def looking_at(engine: Engine, watch: MemoryWatch) -> AbstractContextManager[None]:
-    """Let the watch see the tensors that the engine's chunks save.
+    """Return a context in which the watch sees the tensors that the engine's chunks save.
 
-    Operators are counted under the modules that they work for.
+    In it, operators are counted under the modules that they work for.
     """
     modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
     return watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES)

@@ -13,7 +13,7 @@ from triaxis.models.inference.load import LoadedModel, load_model
 def run(argv: Sequence[str], work: Callable[[Rank, LoadedModel, dict[str, Any]], None]) -> int:
     """Run `work` with the loaded model and return 0.
 
-    If `work` fails, the exit code is 2 for a user's mistake, else 1.
+    Exceptions are raised. The caller prints them and chooses the exit code.
 
     Args:
         argv: path of the config in the job's folder, then the overrides.

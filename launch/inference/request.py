@@ -111,6 +111,9 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
     Args:
         candidate: the checkpoint.
         train: fields that replace those of the section `train`.
+
+    Raises:
+        CheckpointError: the manifest has no section `model`.
     """
     manifest = candidate.manifest
     saved = recorded_config(candidate)

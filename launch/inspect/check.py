@@ -44,6 +44,8 @@ class CheckpointCheck:
 def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointCheck:
     """Read a whole checkpoint and collect its faults.
 
+    A file is not read if its size, or the place of one of its pieces, contradicts the manifest.
+
     Args:
         folder: checkpoint folder.
         progress: function (number of bytes) that is called after each piece.

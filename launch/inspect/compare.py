@@ -37,7 +37,9 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that differs, or may differ, between A and B. With the verdict `other dtype`, only the bytes can decide.
+    """A tensor that differs, or may differ, between A and B.
+
+    With the verdict `other dtype`, only the bytes can decide. It includes tensors with pieces of several dtypes.
 
     Attributes:
         one, other: the tensor in A and in B; None: the tensor is missing there.

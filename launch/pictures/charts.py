@@ -38,7 +38,10 @@ class Line:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """List at most `most` + 1 round numbers from `low` to `high`. They are multiples of 1, 2 or 5 times a power of ten."""
+    """List at most `most` + 1 round numbers from `low` to `high`, or `low` alone if `high` is not above it.
+
+    They are multiples of 1, 2 or 5 times a power of ten.
+    """
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -134,7 +137,7 @@ def line_chart(
         label: description for readers who cannot see the chart.
         lines: curves, with at least one finite point among them.
         marks: (x, text) for vertical lines.
-        from_zero: whether the y axis begins at 0.
+        from_zero: whether the y axis begins at 0 if no y is negative.
         small: whether the chart is half as wide as the page.
         x_label: label for the x axis.
     """
@@ -187,7 +190,7 @@ class Dot:
         x, y: position, in the units of the axes.
         title: text shown when the mouse points at the dot.
         style: CSS classes: c0 .. c11 for the colour, then optionally `large`.
-        label: text at the dot's lower left, or "".
+        label: text at the dot's lower left, or ""; left out if it would overlap another.
     """
 
     x: float

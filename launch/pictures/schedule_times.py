@@ -49,7 +49,10 @@ def path_summary(timeline: ProgramTimeline) -> str:
 
 
 def path_lines(timeline: ProgramTimeline) -> list[str]:
-    """Describe the critical path with a line per series of actions or transfers on one rank."""
+    """Describe the critical path with a line per series of actions or transfers on one rank.
+
+    With more than `MOST_PIECES` lines, the middle ones are replaced by their count.
+    """
     lines = []
     groups = groupby(timeline.critical_path, key=lambda piece: (piece.rank, isinstance(piece.what, Transfer)))
     for (rank, is_transfer), pieces in groups:

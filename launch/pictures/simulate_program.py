@@ -274,7 +274,10 @@ class _Run:
         self.at(moving.end, moving)
 
     def finish(self, moving: _Moving, now: float) -> None:
-        """End a transfer. Also end each of its two calls that has no other unfinished transfer."""
+        """End a transfer, and each of its two calls that has no other unfinished transfer.
+
+        After a call ends, the next call on its rank may start, and the rank goes on if an action needed the call.
+        """
         for call in moving.calls:
             call.unfinished -= 1
             if call.unfinished:

@@ -1,7 +1,7 @@
 """Merge and split corpora by documents, without encoding the text a second time.
 
-merge   A, B  -->  C          writes A's documents, then B's; the bytes are those of preparing both texts together
-split   C     -->  A, B       writes the first documents and the last ones; merging the parts gives C
+merge   A, B, ..  -->  C          writes A's documents, then B's and so on; the bytes are those of preparing all texts together
+split   C         -->  A, B, ..   writes contiguous ranges of the documents; merging the parts in order gives C
 """
 
 import hashlib
@@ -28,7 +28,8 @@ def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> Corpu
         The new corpus's record, or None if one input has none.
 
     Raises:
-        DataError: a corpus is missing, damaged or named twice, the tokenizers differ, or the output exists.
+        DataError: a corpus is missing, damaged or named twice, or the tokenizers differ.
+        DataError: the output exists without `force`, is one of the corpora, or cannot be written.
     """
     corpora = [IndexedTokens(prefix) for prefix in prefixes]
     refuse_repeated("data merge", corpora, "its documents would be in the new corpus twice. Name it once.")
@@ -53,7 +54,8 @@ def split(
         Each part's record, or None if the corpus has none.
 
     Raises:
-        DataError: the corpus is missing or damaged, a part would be empty, or an output exists.
+        DataError: the corpus is missing or damaged, a part would be empty, or an output is named twice.
+        DataError: an output exists without `force`, is the corpus itself, or cannot be written.
     """
     corpus, record = IndexedTokens(prefix), read_record(prefix)
     ranges = [range(start, stop) for start, stop in pairwise(bounds)]

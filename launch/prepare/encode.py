@@ -103,7 +103,9 @@ def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part
 
 
 def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
-    """Yield a piece's documents; none if the piece's file has changed since the units were planned.
+    """Yield a piece's documents; none if its file has changed since the units were planned.
+
+    Such a change is a finding.
 
     Raises:
         DataError: bad input, if the reading stops at it.

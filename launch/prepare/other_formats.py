@@ -167,7 +167,7 @@ NOT_IN_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
 
 def refused_file(file: InputFile) -> Refused | None:
-    """Detect a file whose content is not what its name says.
+    """Detect a file whose content is not what its name says; None if it is.
 
     Such a file is a pointer (such as Git LFS's), or plain text named .gz or .zst.
 

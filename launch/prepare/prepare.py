@@ -100,7 +100,11 @@ class Prepared:
 
 
 def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
-    """Return the input files with their size and mtime. Missing and empty files are added to the findings."""
+    """Return the usable input files with their size and mtime. Missing and empty files are added to the findings.
+
+    Raises:
+        DataError: a file is missing or empty, and `findings` stops at bad input.
+    """
     found = []
     keys = request.text_keys or (request.options.text_key,) * len(request.files)
     for path, key in zip(request.files, keys, strict=True):
@@ -160,7 +164,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
 
     Args:
         num_workers: number of encoding processes.
-        force: whether to replace a corpus of the same name with other inputs or settings.
+        force: whether to prepare a complete corpus again, and to replace one with other inputs or settings.
         progress: function (work finished so far) that is called several times a second.
 
     Raises:
@@ -261,6 +265,9 @@ def _open_tokenizer(request: PrepareRequest, units: Sequence[Unit], may_replace:
     """Open the request's tokenizer.
 
     `train-bpe:N` is trained first, unless an earlier run has left the tokenizer in the parts folder.
+
+    Raises:
+        DataError: another trained tokenizer is at the output, and `may_replace` is off.
     """
     vocab_size = size_to_train(request.tokenizer)
     if vocab_size is None:
@@ -291,6 +298,9 @@ def _write(
 
     The parts' findings are added to `left_out`, which holds the plan's. While the file INSTALLING exists, the output's files may
     belong to two corpora. A later start with the same request then replaces them without --force.
+
+    Raises:
+        DataError: no document has a token.
     """
     tokenizer, dtype = opened.tokenizer, smallest_dtype(opened.tokenizer.vocab_size)
     options = (dtype.str, request.append_eod)
@@ -354,7 +364,11 @@ def _num_empty(left_out: Tally) -> int:
 def _parts_in_order(
     units: Sequence[Unit], names: Sequence[str], job: EncodeSettings, num_workers: int, progress: Progress
 ) -> Generator[Part, None, None]:
-    """Yield the parts in the plan's order, while workers encode later parts."""
+    """Yield the parts in the plan's order, while workers encode later parts.
+
+    Raises:
+        DataError: a worker died, or stopped at bad input.
+    """
     if not units:
         return
     table = ProgressTable(job.folder / PROGRESS, len(units), create=True)

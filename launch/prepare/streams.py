@@ -84,7 +84,7 @@ def opener_of(path: Path) -> Opener:
 
 
 def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (file offset, content) for each record that begins in a piece.
+    """Yield (offset in the decompressed file, content) for each record that begins in a piece.
 
     The content is None if the record is too large. A record begins at the file's start or after a separator, so each record belongs
     to exactly one piece. Reading starts one separator's length before the piece, to find a separator that ends where the piece

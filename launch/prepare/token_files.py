@@ -96,7 +96,7 @@ def _open(path: Path, vocab_size: int) -> Tokens:
 
 
 def _cut_after(tokens: Tokens, eod_id: int) -> Iterator[Tokens]:
-    """Yield the documents in a 1-dim array, each including its end-of-document token."""
+    """Yield the documents in a 1-dim array, each including its end-of-document token. The last may lack it."""
     begin = 0
     for start in range(0, len(tokens), BLOCK_TOKENS):
         for end in (np.flatnonzero(tokens[start : start + BLOCK_TOKENS] == eod_id) + start + 1).tolist():

@@ -65,7 +65,10 @@ def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_
 
 
 def _sample(units: Sequence[Unit], on_bad: OnBad) -> Iterator[str]:
-    """Yield documents from evenly spaced units, about TRAINING_BYTES at most. Bad input is not counted here."""
+    """Yield texts from evenly spaced units, until they have more than TRAINING_BYTES characters.
+
+    Bad input is not counted here.
+    """
     total = sum(piece.num_bytes for unit in units for piece in unit)
     step = max(1, -(-total // TRAINING_BYTES))
     left = TRAINING_BYTES

@@ -39,7 +39,9 @@ class DirectoryWatch(StepWatcher):
         self._num_said = 0
 
     def enter(self, part: StepPart) -> None:
-        """Check the directory, at most once per `LOOK_SECONDS`.
+        """Restore the directory and its locks if they are gone. Look at most once per `LOOK_SECONDS`.
+
+        The telemetry's files are then reopened, and the loss is reported. A failed attempt is reported once and repeated.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its path.

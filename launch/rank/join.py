@@ -102,7 +102,9 @@ def join(
     choose_phase: Callable[[Config, RankEnvironment], Config] | None = None,
     measure: Measure = as_ours,
 ) -> Iterator[Rank]:
-    """Join the process group and build the topology, and leave them after success.
+    """Join the process group, compare the ranks (`agree`) and build the topology.
+
+    The group and the topology are closed after success.
 
     Recomputation that cannot fit in some phase is refused before any rank connects.
 

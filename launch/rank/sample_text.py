@@ -16,7 +16,7 @@ def write_sample(engine: Engine, valid: SampleSource, stop: StopRequest) -> tupl
     After each token the ranks agree whether to stop. A run that is asked to stop here still ends as finished.
 
     Returns:
-        The prompt and its continuation; ("", None) if no text is wanted, or a stop was agreed before the first token.
+        The prompt and its continuation; ("", None) if `telemetry.sample_tokens` is 0, the data is random, or a stop was agreed.
     """
     config, device = engine.config, engine.topology.device
     if config.telemetry.sample_tokens == 0 or config.data.synthetic or stop.agreed is not None:

@@ -72,7 +72,10 @@ def open_memory_check(engine: Engine) -> MemoryCheck | None:
 
 
 def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetry: Telemetry) -> None:
-    """Merge the timeline rows on rank 0, if this attempt wrote any. Call it after the loop has ended on all ranks."""
+    """Finish the timing, and merge the timeline rows of this attempt on rank 0, if any.
+
+    Call it after the loop has ended on all ranks. A failed merge is only printed.
+    """
     if times is None:
         return
     times.finish()

@@ -34,8 +34,11 @@ def add_arguments(parser: CommandParser) -> None:
 def find_repeats(args: argparse.Namespace) -> int:
     """Print how many tokens a run has read, and which twice.
 
-    Return 1 for a repeat, a jump, or an epoch that left out tokens, else 0. An epoch may leave out fewer labels than the sum of all
-    sequence lengths.
+    Return 1 for a repeat, a jump, or a finished epoch that left out too many labels, else 0. An epoch may leave out fewer labels
+    than the sum of the run's different sequence lengths.
+
+    Raises:
+        DataError: the run's config cannot be read, or the run was trained on random tokens.
     """
     run = read_run(args.run)
     if run.config is None:

@@ -36,7 +36,12 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def which_documents(args: argparse.Namespace) -> int:
-    """Print the samples of the step `args.step`, each with its document parts; return 0."""
+    """Print the samples of the step `args.step`, each with its document parts; return 0.
+
+    Raises:
+        DataError: the run's config cannot be read, or the run was trained on random tokens.
+        ConfigError: the run has no such step.
+    """
     run = read_run(args.run)
     config = run.config
     if config is None:

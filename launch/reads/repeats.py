@@ -53,7 +53,10 @@ class ReadSpan:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Tokens `first` .. `first + length - 1` in a document, predicted by two steps in the same epoch."""
+    """Tokens `first` .. `first + length - 1` in a document, predicted twice in an epoch.
+
+    `earlier_step` and `step` are the training steps, from 1. They are equal if one step predicted the tokens twice.
+    """
 
     corpus: str
     epoch: int
@@ -180,7 +183,8 @@ def _skipped_between(skipped: SkippedRanges, position: int, end: int) -> Iterato
 def _overlaps(place: Place, intervals: list[tuple[int, int, int]]) -> Iterator[Repeat]:
     """Yield a `Repeat` for each interval (first, end, step) that begins before an earlier one ends.
 
-    The repeat has the tokens that the interval shares with the earlier interval that ends last.
+    `step` is the training step that read the tokens first .. end - 1. The repeat has the tokens that the interval shares with the
+    earlier interval that ends last.
     """
     reached, by = 0, 0
     for first, end, step in sorted(intervals):
@@ -221,7 +225,10 @@ def _epochs(
 
 
 def _union(intervals: Sequence[tuple[int, int, int]]) -> int:
-    """Count the tokens that at least one interval (first, end, step) covers."""
+    """Count the tokens first .. end - 1 that at least one interval covers.
+
+    An interval is (first, end, training step that read the tokens).
+    """
     total = reached = 0
     for first, end, _ in sorted(intervals):
         total += max(0, end - max(first, reached))

@@ -17,7 +17,7 @@ from triaxis.launch.report.record import RunRecord
 def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
     """Yield spans that cover a run's steps in order.
 
-    All steps in a span have the same last attempt and the same skipped ranges.
+    All steps in a span have consecutive numbers, the same last attempt and the same skipped ranges.
 
     `config` is the run's configuration. In an attempt's spans, the fields that the attempt recorded replace those in `config`.
     """
@@ -67,10 +67,10 @@ def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: 
 
 
 def ranges_of(recorded: Any) -> SkippedRanges:
-    """Parse the skipped ranges in an event.
+    """Parse an event's skipped ranges, a list of (first, stop) pairs. None gives no ranges.
 
     Raises:
-        DataError: the event records no ranges.
+        DataError: the event records something else.
     """
     try:
         return SkippedRanges.of((int(first), int(stop)) for first, stop in recorded or [])

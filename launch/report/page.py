@@ -30,7 +30,7 @@ STATES = {"finished": "good", "failed": "bad", "hung": "bad"}
 
 
 def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
-    """Render a run's page.
+    """Render a run's page, with secrets redacted.
 
     Args:
         run: result of `read_run`.

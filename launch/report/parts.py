@@ -64,7 +64,7 @@ def _has(record: Mapping[str, object], *keys: str) -> bool:
 
 
 def starts(run: RunRecord) -> list[tuple[float, str]]:
-    """List (first step, text) for each attempt after the first."""
+    """List (first step, text) for each attempt after the first that recorded a step."""
     return [
         (float(attempt.first_step), f"{attempt_name(attempt.number)} begins with step {attempt.first_step:,}")
         for attempt in run.attempts[1:]
@@ -181,7 +181,7 @@ def _norm(norms: object, key: str) -> float:
 
 
 def throughput(run: RunRecord) -> str:
-    """Render the job's tokens per second, and its share of the hardware's peak."""
+    """Render the job's tokens per second, its TFLOP/s per device, and its share of the hardware's peak."""
     tokens = curve(run.steps, "tokens_per_second")
     if not any(math.isfinite(y) for _, y in tokens):
         return MISSING.format("No step is recorded yet.")
@@ -277,7 +277,7 @@ def _columns(
         first, last: nested keys of a record's first and last step.
 
     Returns:
-        For each column: (first step, last step, means of the numbers at `keys`, number of records).
+        For each column: (first step, last step, means of the numbers at `keys`, number of records). A missing number counts as 0.
     """
     size = -(-len(records) // MOST_COLUMNS)
     groups = [records[start : start + size] for start in range(0, len(records), size)]
@@ -304,7 +304,10 @@ def sizes_of(run: RunRecord) -> ParallelSizes | None:
 
 
 def memory(run: RunRecord) -> str:
-    """Render each rank's measured peak memory next to the predicted one."""
+    """Render each rank's measured peak memory next to the predicted one, then the predictions by kind.
+
+    With more than `MOST_RANKS` ranks, there is one bar pair per pipeline stage.
+    """
     sizes = sizes_of(run)
     predicted = {} if sizes is None or run.config is None else _predicted(run.config, sizes)
     measured = _measured_memory(run, sizes)

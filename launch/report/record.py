@@ -52,7 +52,7 @@ class Attempt:
         started: Unix time of the attempt's first event; None if it has no event.
         first_step, last_step: first and last step that the attempt recorded; None if there are none.
         end: description of the attempt's end, in words.
-        layout: layout and versions that the attempt recorded when it started.
+        layout: layout and versions that the attempt recorded when it started; empty if it recorded none.
     """
 
     number: int
@@ -70,7 +70,8 @@ class RunRecord:
     Attributes:
         config: configuration; None if config.yaml is missing, unreadable or not valid in this version of Triaxis.
         config_problem: reason why there is no `config`, or "".
-        steps: records from metrics.jsonl, one per step, ascending; for a repeated step, the last record.
+        steps: records from metrics.jsonl, one per step, ascending; for a repeated step, the last record. A validation by a later
+            attempt replaces `val_loss`.
         replaced: records for steps that were repeated or lost, one ascending group per resume or rollback.
         results: contents of the file `finished`; None if the file is missing or unreadable.
         num_unreadable: lines in metrics.jsonl and in event files that hold no record.

@@ -119,7 +119,11 @@ class History:
 
     @property
     def without_progress(self) -> int:
-        """Number of latest attempts in a row without a newer checkpoint. Stopped and unrecorded ends are skipped."""
+        """Number of latest attempts in a row without progress.
+
+        Such an attempt failed or was preempted, and saved no newer checkpoint. Stopped and unrecorded ends are skipped. Any other
+        end breaks the row.
+        """
         count = 0
         for attempt in reversed(self.attempts):
             if attempt.outcome in (None, Outcome.STOPPED.value):

@@ -99,7 +99,7 @@ def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _node_address(node: str) -> str | None:
-    """Return the address at which SLURM reaches a node; None if it is unknown."""
+    """Return the address at which SLURM reaches a node; None if it is unknown or a loopback."""
     match = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", "--oneliner", node).stdout)
     return match[1] if match and match[1] not in LOOPBACK else None
 
@@ -119,7 +119,10 @@ class SrunStep:
         self._others_are_killed = False
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> int:
-        """Run srun and return its exit code. After a task fails, the others get `OTHERS_END_SECONDS` to end."""
+        """Run srun and return its exit code.
+
+        After a task fails, the others are killed after `OTHERS_END_SECONDS`, and srun after `LONGEST_END_SECONDS`.
+        """
         self._srun = subprocess.Popen(
             words, env=variables, stderr=subprocess.PIPE, text=True, errors="backslashreplace"
         )

@@ -94,7 +94,10 @@ class Checkout:
 
 
 def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, str]:
-    """Find requirements in `pyproject.toml` that this Python lacks, as name -> `name>=1.0 (found 0.9)`."""
+    """Find requirements in `pyproject.toml` that this Python lacks, as name -> `name>=1.0 (found 0.9)`.
+
+    A Python that cannot parse requirements lacks all of them.
+    """
     project = tomllib.loads(pyproject.read_text())["project"]
     wanted: list[str] = list(project["dependencies"])
     for extra in extras:

@@ -153,7 +153,8 @@ class CommandParser(argparse.ArgumentParser):
         """Parse the words after the command's name. An unknown option or verb exits with a usage error.
 
         Raises:
-            ConfigError: a word is not an option, an override or a subject, or a required subject is missing.
+            ConfigError: a word is not an option, an override or a subject, or is another engine's option.
+            ConfigError: a path cannot exist here, an output cannot be written, or a required subject is missing.
         """
         if self._verbs is not None:
             return self._parse_verb(arguments)

@@ -133,7 +133,10 @@ def _takes(key: str, word: str) -> bool:
 
 
 def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path | None) -> str:
-    """Format the command to paste, or the reason why that command would not start."""
+    """Format the command to paste, or the reason why that command would not start.
+
+    If the answer has problems, there is no command, only the overrides.
+    """
     replaced = ", ".join(answer.replaced)
     written = " ".join(map(shlex.quote, answer.overrides))
     unknown = "is not an option" if len(answer.replaced) == 1 else "are not options"

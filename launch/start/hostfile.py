@@ -93,7 +93,7 @@ def read_hosts(path: Path) -> list[Host]:
     """Read the hosts in a file, one per line as `name slots=8`. `#` begins a comment.
 
     Raises:
-        TopologyError: the file cannot be read, or the hosts do not fit together.
+        TopologyError: the file cannot be read, a line is wrong, or the hosts contradict each other.
     """
     try:
         lines = read_text(path).removeprefix("\ufeff").splitlines()
@@ -208,7 +208,7 @@ class SshLaunch:
     def run(self) -> int:
         """Start all hosts, wait for them, and return the run's exit code.
 
-        The first host's output and all hosts' errors are shown.
+        The first host's output and all hosts' errors are shown. Stop signals are forwarded to all launchers.
 
         Raises:
             TopologyError: this machine has no ssh.

@@ -135,6 +135,8 @@ class LaunchPlan:
 def launch(request: Request, variables: Mapping[str, str]) -> int:
     """Start a run, or show it, and return its exit code.
 
+    A task of srun becomes one of the ranks; its process ends with the rank.
+
     Raises:
         ConfigError: all problems in the configuration at once.
         TopologyError: the ranks, nodes or GPUs do not fit.
@@ -314,7 +316,7 @@ def _near(path: Path) -> str:
 
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
-    """Prepare a tiny config's corpus if it is missing, and return an exit code. The text is one that every machine has."""
+    """Prepare the config's missing corpora from Python's own sources. Return 0, or the exit code of a failure."""
     for prefix in (source.path for source in config.data.train):
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")
@@ -341,7 +343,7 @@ def _run_phases(plan: LaunchPlan, arguments: Sequence[str], environment: Mapping
 
 
 def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPlace") -> int:
-    """Run torchrun inside this process and return the exit code."""
+    """Run torchrun inside this process, print why it failed, and return the exit code."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

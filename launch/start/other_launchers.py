@@ -53,7 +53,8 @@ def without_other_launchers(variables: Mapping[str, str]) -> Environment:
     """Adopt, refuse or clear the variables that other launchers have set.
 
     Raises:
-        TopologyError: variables contradict each other, or another launcher has started several copies of this command.
+        TopologyError: variables contradict each other, or do not fix the number of nodes.
+        TopologyError: another launcher has started several copies of this command.
     """
     ours = dict(variables)
     given = {name: value for name, value in variables.items() if name.startswith(PREFIX)}

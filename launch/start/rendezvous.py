@@ -110,7 +110,7 @@ class _OneInterface(RendezvousHandler):
         return RendezvousInfo(prefixed, self._node, self._num_nodes, where)
 
     def _meet(self, store: PrefixStore) -> None:
-        """Wait until the launchers of all nodes have come to the store.
+        """Announce this node at the store, and wait for all nodes' launchers.
 
         Raises:
             NodesMissingError: a node does not come, or node 0 is gone.
@@ -153,7 +153,9 @@ class _OneInterface(RendezvousHandler):
 def wait_for(
     missing: Callable[[], Sequence[int]], num_nodes: int, where: str, limit_seconds: float = TIMEOUT.total_seconds()
 ) -> None:
-    """Wait until no node is missing, and print the missing nodes each minute. A signal can end the wait.
+    """Wait until no node is missing. A signal can end the wait.
+
+    The missing nodes are printed after `QUIET_SECONDS`, then each minute.
 
     Args:
         missing: function () -> numbers of missing nodes.

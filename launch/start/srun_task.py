@@ -85,7 +85,13 @@ def _port(variables: Mapping[str, str]) -> int:
 
 
 def _master_address(variables: Mapping[str, str], num_nodes: int) -> str:
-    """Return the address at which all ranks meet, MASTER_ADDR or else the step's first host."""
+    """Return the address at which all ranks meet.
+
+    It is MASTER_ADDR, or else the step's first host, or the loopback if there is only one node.
+
+    Raises:
+        TopologyError: MASTER_ADDR is a loopback address for several nodes, or scontrol does not name the first host.
+    """
     given = variables.get("MASTER_ADDR")
     if given and not (num_nodes > 1 and given in LOOPBACK):
         return given

@@ -1,11 +1,12 @@
 """Choose how many ranks to start and where, and say why.
 
     NPROC_PER_NODE given            that many ranks on each node
-    parallel.dp given               tp cp pp dp ranks; refused if a node has fewer GPUs, unless gloo lets ranks share a GPU
+    parallel.dp given               tp cp pp dp ranks
     dp open, GPUs                   as many ranks as fit the GPUs: dp is the largest that divides the batch
     dp open, no GPU                 tp cp pp ranks on the CPU (gloo)
 
-The layout is never changed. Only an open dp is filled in.
+More ranks than GPUs on a node are refused, unless gloo lets ranks share a GPU. The layout is never changed. Only an open dp is
+filled in.
 """
 
 import math
@@ -94,7 +95,10 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
 
 
 def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
-    """Find the largest dp up to `most` that divides the batch and the nodes; 1 if there is none."""
+    """Find the largest dp up to `most` that divides the microbatches; 1 if there is none.
+
+    Its ranks must also divide evenly over the nodes.
+    """
     num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
     for dp in range(most, 1, -1):
         if num_microbatches % dp == 0 and (dp * model_ranks) % num_nodes == 0:
@@ -103,7 +107,10 @@ def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> 
 
 
 def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> ParallelConfig | None:
-    """Find the layout with most replicas for these GPUs; None if none satisfies all rules. tp and pp are powers of two."""
+    """Find the legal layout with the fewest ranks per replica; None if there is none.
+
+    tp and pp are powers of two, cp and vpp are 1. Among equals, pp is the smallest.
+    """
     num_ranks = num_gpus * num_nodes
     for exponent in range(num_ranks.bit_length()):
         model_ranks = 2**exponent

@@ -125,7 +125,7 @@ def write_device(out: Path, name: str, kind: str, num_ranks: int) -> None:
     Args:
         out: file to write.
         name: device name in plans.
-        kind: `cpu` or `cuda`.
+        kind: `cpu` or `cuda`. For `cpu`, torch's number of threads is set to OMP_NUM_THREADS, or else to 1.
         num_ranks: see `measure_device`.
 
     Raises:
@@ -168,7 +168,8 @@ def measure_device(
         num_ranks: number of ranks that will share the CPU; ignored for a GPU.
 
     Returns:
-        The content of a device file, as `load_device` reads it, with the link's bandwidth as `collective_gb_per_s`.
+        The content of a device file, as `load_device` reads it, plus the link's bandwidth as `collective_gb_per_s`. On a machine
+            with one GPU the bandwidth is infinite.
     """
     is_cuda = device.type == "cuda"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -6,7 +6,8 @@
     runs/<layout>/metrics.jsonl,       ->  LayoutResult, or Failed with the reason
     runs/<layout>/events.jsonl
 
-A layout that is illegal, does not fit or fails while it trains becomes a `Failed`. The next layout is tried.
+A layout that is illegal, or fails while it trains, as without enough memory, becomes a `Failed`. The next layout is tried. More
+ranks than GPUs raise `TooFewGpusError`.
 """
 
 import os
@@ -159,6 +160,8 @@ def write_config(
 
 def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Failed:
     """Train the config that `write_config` wrote, on the ranks that training would use.
+
+    The result is a `Failed` if the run exits with a code other than 0, or does not start for another reason than `TooFewGpusError`.
 
     Args:
         config_path: path that `write_config` returned.

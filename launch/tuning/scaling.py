@@ -96,9 +96,9 @@ def _largest(row: Scaling) -> Iterator[tuple[str, float]]:
 
 
 def draw_scaling(rows: Sequence[Scaling], title: str, path: Path) -> None:
-    """Draw a bar per number of ranks, stacked from efficiency and losses.
+    """Write a picture with a bar per number of ranks, stacked from efficiency and losses.
 
-    The speed-up is printed above the bar.
+    The speed-up is printed above the bar. Gains are not drawn.
 
     Raises:
         TriaxisError: `path` does not end in .svg, or cannot be written.

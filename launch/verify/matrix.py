@@ -113,7 +113,7 @@ def matrix(
     """Build a matrix's trials, each with its row of features.
 
     Args:
-        path, overrides: model whose layout is varied. If `path` is None, all `FAMILIES` are used.
+        path, overrides: config whose layout is varied, for a shrunk model. If `path` is None, all `FAMILIES` are used, unshrunk.
         most_ranks: largest number of ranks in a layout.
 
     Raises:

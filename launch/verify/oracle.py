@@ -110,12 +110,12 @@ def oracle_trial(
     """Build the configurations for a comparison with an oracle.
 
     Args:
-        oracle: one of `ORACLES`.
+        oracle: one of `ORACLES`, or a function as SOURCE:NAME.
         layout: overrides for `parallel`; None: all `LAYOUTS` are compared.
 
     Raises:
-        ConfigError: the oracle's package is missing or has another version, the oracle cannot express the model, or the config is
-            wrong.
+        ConfigError: the dtype is not in `DTYPES`, overrides set a layout that would be ignored, the oracle is not installed or not
+            supported, the oracle cannot express the model, or the config is wrong.
     """
     if dtype not in DTYPES:
         why = f"each model rounds to {dtype} in places of its own, and a difference of that size would be no bug"
@@ -141,7 +141,7 @@ def oracle_trial(
 def _largest(path: Path, overrides: Sequence[str]) -> list[str]:
     """Build overrides for a layout with the largest sizes in `LAYOUTS`.
 
-    A small model that fits this layout fits all of them.
+    A small model that is legal in this layout is legal in all of them.
     """
     # The config's own layout is not run, so the model need not fit it.
     model = load_config(path, (*overrides, *_words(ONE_PROCESS)), os.environ).model
@@ -186,7 +186,7 @@ def installed_version(oracle: str) -> str:
     For a user's function, return the first 8 digits of its source digest.
 
     Raises:
-        ConfigError: the package is missing, its version is not supported here, or a user's function cannot be read.
+        ConfigError: the package is missing, its version is not supported here, or a user's function cannot be loaded.
     """
     if is_own(oracle):
         return _digest(oracle)
@@ -224,7 +224,7 @@ def what_is(oracle: str) -> str:
 
 
 def refusals(oracle: str, config: Config) -> Iterator[str]:
-    """Yield one refusal for each model feature that the oracle cannot express."""
+    """Yield a message for each setting of model, optimizer or data that the oracle cannot follow."""
     for name in ("hidden_dropout", "attention_dropout"):
         if probability := getattr(config.model, name):
             yield (
@@ -285,7 +285,7 @@ def _documents_of_megatron(config: Config) -> Iterator[str]:
 
 
 def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
-    """Run the oracle and the trials in order, and yield each verdict.
+    """Run the oracle, then each trial, and yield (trial, verdict against the oracle).
 
     If our one process differs from the oracle, no layout is run.
 
@@ -354,7 +354,8 @@ def run_oracle(oracle: str, config: Config, folder: Path) -> int:
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
     """Describe why a trial differs from an oracle.
 
-    The judge's own cause is returned if a layout differs, but not first in samples, outputs or loss.
+    The judge's own cause is returned if a layout differs, but not first in samples, outputs or loss. None: the trial does not
+    differ.
     """
     if verdict.equal:
         return None

@@ -174,7 +174,10 @@ def _sites(
     steps: Sequence[Sequence[MicroBatch]],
     wanted_sites: Sequence[str] | None,
 ) -> list[SiteReport]:
-    """Compare this rank's outputs with the reference's for the same tokens. A missing output counts as an infinite error."""
+    """Compare the first step's outputs with the reference's for the same tokens.
+
+    An output that the reference lacks counts as an infinite error.
+    """
     tp, cp = topology.axis("tp"), topology.axis("cp")
     places = {
         str(sample): microbatch.part.positions[row].cpu()

@@ -29,13 +29,14 @@ REFERENCE_ROUTING = "reference.routing.safetensors"
 
 
 class Routings:
-    """A recorder of the expert choices in this rank's layers.
+    """A recorder of the expert choices in this rank's layers, compared with the reference's.
 
-    The caller sets `step`, from 0, before each step.
+    It counts the choices that the reference did not make for the same token. The caller sets `step`, from 0, before each step.
 
     Args:
-        chunks: the rank's model chunks; their expert layers are recorded from now on.
-        folder: folder with the reference's choices; None: this is the reference.
+        chunks: the rank's model chunks; their expert layers are recorded in training from now on.
+        folder: folder with the reference's choices; None: this is the reference. If its file is missing, no choice
+            counts as different.
         imposed: whether each choice is replaced by the reference's, after it is counted.
     """
 

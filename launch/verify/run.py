@@ -61,10 +61,11 @@ class VerificationError(Exception):
 def verify_layout(asked: Trial) -> Verdict:
     """Run the reference and the layout, and compare them.
 
-    If they differ, sub-layouts are run to find the responsible axis.
+    With `asked.noise`, a run in a wider dtype measures rounding first. If reference and layout differ, sub-layouts are run to find
+    the responsible axis or feature.
 
     Raises:
-        VerificationError: a run failed.
+        VerificationError: a run failed, other than a sub-layout's.
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
         folder = Path(name)
@@ -85,7 +86,7 @@ def verify_layout(asked: Trial) -> Verdict:
 
 
 def show_plan(asked: Trial) -> None:
-    """Print how both runs would be started, and start nothing."""
+    """Print how each run of a verification would be started, and start nothing. Sub-layouts are not shown."""
     with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
         folder = Path(name)
         for number, (config, job) in enumerate(_runs(asked, folder)):

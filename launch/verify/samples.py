@@ -11,7 +11,7 @@ MASKED_FRACTION = 0.3
 
 
 def masked_samples(config: Config) -> SampleSource:
-    """Open the run's samples, with some labels masked.
+    """Open the run's random samples or its corpus, with some labels masked.
 
     Raises:
         DataError: the corpus in `data.train` cannot be read.

@@ -188,7 +188,10 @@ def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
 
 
 def _seq_length(config: Config) -> int:
-    """Choose a sequence length with several tokens per rank. An odd length stays odd if cp is 1."""
+    """Choose a sequence length with several tokens per rank.
+
+    An odd length stays odd if cp is 1. It is a multiple of tp exactly if the original is.
+    """
     length, tp, cp = config.model.seq_length, config.parallel.tp, config.parallel.cp
     least, block = max(LEAST_SEQ_LENGTH, 2 * tp), _block(config)
     if block is not None:
@@ -256,7 +259,7 @@ def _listed_sizes(
     """Find the smallest growing stage sizes that have the wanted relations.
 
     Each size exceeds the previous one by at least its entry in `more`, and by at least 1. For each stage size, `most` candidates
-    are tried.
+    are tried. None: for some stage size, no candidate has its relation.
     """
     sizes: list[int] = []
     for relation, least in zip(wanted, more, strict=True):

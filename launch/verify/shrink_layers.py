@@ -44,7 +44,8 @@ def stage_labels(config: Config) -> list[Labels]:
 def relations_of_stages(config: Config) -> tuple[object, ...]:
     """Relate the layers of all stages to each other.
 
-    The result says where each stage begins in the pattern of kinds, and what each stage holds.
+    The result has each stage's first label, and which labels come after which others. It also says which stages are alike, and the
+    label of the layers for multi-token prediction.
     """
     stages = stage_labels(config)
     return (

@@ -37,9 +37,9 @@ Runner = Callable[[Config], bool | None]
 
 
 def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: Runner) -> Verdict:
-    """Run the sub-layouts and add the likely cause to the verdict: the axis without which the difference vanishes.
+    """Run the sub-layouts, and put the likely cause that they show into the verdict.
 
-    If the verdict is equal, nothing runs, and the verdict is returned unchanged.
+    They run up to the first step that differs. If the verdict is equal, nothing runs, and the verdict is returned unchanged.
 
     Args:
         is_equal: function (sub-layout) -> whether its run equals the same reference; None: the run failed.
@@ -81,7 +81,10 @@ def _collapsed(config: Config, steps: int) -> Iterator[_Collapsed]:
 
 
 def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
-    """Choose ep and etp for the ranks that remain after a mesh axis is collapsed; both change as little as possible."""
+    """Choose ep and etp for the ranks that remain after a mesh axis is collapsed; empty for an expert axis.
+
+    Both change as little as possible.
+    """
     if axis in EXPERT_AXES:
         return {}
     etp = 1 if axis == "tp" else sizes.etp
@@ -113,7 +116,8 @@ def _narrowest(
 def _features(config: Config, steps: int, vanished: set[str | None], num_axes: int) -> Iterator[tuple[str, Config]]:
     """Yield runs with one feature off, as (change, configuration).
 
-    If the difference vanishes without an axis, these are features on that axis; otherwise, features that the reference lacks.
+    If the difference vanishes without an axis, these are features on that axis; otherwise, features that the reference lacks. In
+    the second case, one process runs again (`ALONE`) if `num_axes`, the number of collapsed sub-layouts, is above 1.
     """
     parallel = config.parallel
     changes: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -143,7 +147,10 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
 
 
 def _changed(config: Config, steps: int, sections: Mapping[str, Mapping[str, Any]]) -> Config | None:
-    """Build the configuration with these values and this number of steps; None: it is not legal."""
+    """Build the configuration with these values and this number of steps; None: it is not legal.
+
+    A schedule that is not legal with the new vpp becomes `auto`.
+    """
     tree = config.model_dump(mode="json")
     for section, values in sections.items():
         tree[section] |= values

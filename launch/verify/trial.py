@@ -77,7 +77,7 @@ class Trial:
 
     @property
     def tolerance(self) -> float | None:
-        """Constant bound for relative errors in this dtype. None: it has no constant bound, and rounding is measured."""
+        """Constant bound for relative errors in this dtype, unused if rounding is measured; None: there is none."""
         return TOLERANCES.get(self.config.precision.dtype)
 
 
@@ -157,7 +157,7 @@ def _with_recompute(asked: Config, *, small: bool) -> Config:
 def layout_words(path: Path, overrides: Sequence[str], layout: str) -> list[str]:
     """Turn `--layout` into overrides.
 
-    Stages become even if the file lists layers for another number of stages.
+    Stages become even if the file, and no override, lists layers for another number of stages.
 
     Raises:
         ConfigError: a word in the layout is not valid.

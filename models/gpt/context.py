@@ -102,7 +102,7 @@ class BuildContext:
     def norm(self, name: str) -> nn.Module:
         """Build a norm over h.
 
-        Called with a branch too, the norm first adds `model.residual_multiplier` x branch to its input.
+        Called with x and a branch, it returns y = x + `model.residual_multiplier` x branch, and norm(y).
         """
         kind, kernels, own = self.model.norm_kind, self.kernels, self.model.own.norm
         if own is not None:

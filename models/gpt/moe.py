@@ -85,9 +85,9 @@ class MoE(nn.Module):
         return self.experts.router.choice(experts, self.counted(keys, shape, scores, experts), scores, shape[1])
 
     def chosen(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
-        """Choose experts int64 [T, k] for this rank's tokens by scores [T, E].
+        """Choose experts int64 [T, k] for this rank's tokens by scores [T, E] plus bias.
 
-        `shape` is the layer input's shape. With `force_balanced`, the tokens' positions decide instead of the scores.
+        `shape` is the layer input's shape. With `force_balanced`, the tokens' positions decide instead.
         """
         router = self.experts.router
         if router.moe.force_balanced:

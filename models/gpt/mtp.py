@@ -115,7 +115,11 @@ class TokenAhead(nn.Module):
         return torch.cat((self.embedding(tokens, position_ids, keys), hidden))
 
     def forward(self, inputs: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-        """Run the layer on `inputs` [2 s(/t), b, h], and return [s(/t), b, h]. The caller applies `norm` to the result."""
+        """Run the layer on `inputs` [2 s(/t), b, h], and return [s(/t), b, h].
+
+        `inputs` is the embedded tokens followed by the hidden states, as `inputs()` joins them. Each half is normalised. Both are
+        concatenated along h and projected from 2 h to h for the block. The caller applies `norm` to the result.
+        """
         joined = self.context.saved.recomputed("norm", self._joined)(inputs)
         y: torch.Tensor = self.block(self.projection(joined), positions, keys)
         return y

@@ -99,7 +99,7 @@ class _Place:
 
 
 def _state(module: nn.Module, place: _Place, seen: set[int]) -> Iterator[tuple[_Place, torch.Tensor]]:
-    """Yield all parameters and persistent buffers that a module holds, with their places."""
+    """Yield a module's parameters, persistent buffers and other tensors that require gradients, with their places."""
     if id(module) in seen:
         return
     seen.add(id(module))

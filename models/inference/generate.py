@@ -111,6 +111,9 @@ class Decoder:
     Args:
         model: model to decode with; each call uses its current weights.
         places: number of tokens the caches can hold.
+
+    Raises:
+        ModelError: an extension's attention has no cache. Raised on every rank; all ranks build a decoder together.
     """
 
     def __init__(self, model: Model, places: int) -> None:

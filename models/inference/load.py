@@ -43,7 +43,7 @@ def load_model(
 ) -> LoadedModel:
     """Build this rank's chunks in evaluation mode with weights from the checkpoint.
 
-    Every rank calls it.
+    Every rank calls it. Chunks compute the cross-entropy, whatever the training loss was.
 
     Raises:
         CheckpointError: the checkpoint is damaged, belongs to another model or lacks the weights `which`. Raised on every rank.
@@ -110,7 +110,9 @@ def _allocate(
     manifest: Manifest,
     which: WhichWeights,
 ) -> list[Shard]:
-    """Allocate one flat tensor for all trained parameters, and return the logical parts to fill.
+    """Bind the parameters to newly allocated tensors, one flat tensor for the trained ones.
+
+    Returns the logical parts to fill, which are views of these tensors.
 
     Padding stays zero. Parameters are in forward order, so weights that share a GEMM stay one matrix. Untrained parameters use the
     accumulation dtype. With a rounded bias, a router would choose other experts.

@@ -277,7 +277,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a manifest, and check its hash, its version, every field and the files' sizes.
+    """Read a manifest, and check its hash, its version, every field, and what `manifest_problems` lists.
 
     Raises:
         CheckpointError: a check failed; the message names the file and the problem.
@@ -336,7 +336,7 @@ def _hash_line(content: bytes) -> bytes:
 
 
 def _format_version(content: bytes) -> int | None:
-    """Find the format version without parsing the JSON."""
+    """Find the format version near the start, without parsing the JSON. None: it is not there."""
     found = re.search(rb'"format_version"\s*:\s*(\d{1,9})\b', content[:4096])
     return int(found[1]) if found else None
 
@@ -349,7 +349,8 @@ def _first(error: ValidationError) -> str:
 def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
     """List what contradicts the manifest.
 
-    Files must have their stated sizes, and pieces must lie inside their file and tensor. Each element must be saved once.
+    Files must have their stated sizes, and pieces must lie inside their file and tensor. Each element must be saved once for each
+    of its tensor's kinds.
     """
     problems = []
     pieces: dict[tuple[str, Kind], list[Piece]] = {}

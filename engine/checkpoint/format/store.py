@@ -312,7 +312,7 @@ def _wanted(
 def _fetched(
     reader: PieceReader, manifest: Manifest, wanted: Sequence[_Wanted]
 ) -> Iterator[list[tuple[_Wanted, torch.Tensor]]]:
-    """Yield a list of (piece, bytes) for each run of consecutive pieces in a file."""
+    """Yield a list of (piece, bytes) for each run of adjoining pieces in a file, at most `PIECE_BYTES` together."""
     for run in _runs(wanted):
         first, last = run[0].piece, run[-1].piece
         raw = reader.fetch(manifest.files[run[0].file], first.offset, last.offset + last.num_bytes - first.offset)

@@ -28,7 +28,7 @@ END_OF_DOCUMENTS = "end of documents"
 def recorded_config(candidate: Candidate) -> dict[str, Any]:
     """Return a checkpoint's configuration, with a usable path to its extension.
 
-    If the extension's sources are gone or changed, the configuration names the copy that the run keeps.
+    If the extension's sources are gone or changed, the configuration names the copy that the run keeps, if any.
     """
     config = dict(candidate.manifest.config)
     if (extension := (config.get("model") or {}).get("extension")) is not None:
@@ -64,7 +64,7 @@ def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
     """Return the spelling of `name` that opens the tokenizer of a checkpoint's model.
 
     The tokenizer must have the identity that the checkpoint records. A recorded identity of `bytes` proves nothing, because earlier
-    versions assumed bytes. Then the tokenizer must match the corpora's records, if any are found.
+    versions assumed bytes. Then, and if none is recorded, the tokenizer must match the corpora's records, if any are found.
 
     Args:
         candidate: the model's checkpoint.

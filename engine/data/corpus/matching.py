@@ -41,7 +41,7 @@ class Match:
         tokenizer: opened tokenizer.
         corpus: opened corpus.
         evidence: phrase that states what was compared.
-        is_proven: whether the tokenizer's identity equals the one in the corpus's record.
+        is_proven: whether the model has this tokenizer itself, with the identity in the corpus's record.
     """
 
     name: str
@@ -53,6 +53,8 @@ class Match:
 
 def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: str) -> Match:
     """Find which of a model's tokenizers encoded a corpus.
+
+    If no identity is recorded, this is the first that can be opened, and vocabulary sizes and ids must allow it.
 
     Args:
         prefix: corpus path without an ending.
@@ -107,8 +109,8 @@ def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
 def find_recorded(prefix: str, record: CorpusRecord) -> str:
     """Locate the tokenizer that a corpus records, and return its name for `load_tokenizer`.
 
-    The recorded path is tried relative to the current folder, then beside the corpus, then relative to each folder above the
-    corpus.
+    The recorded path is tried relative to the current folder, then beside the corpus, also as PREFIX.tokenizer.json, then relative
+    to each folder above the corpus.
 
     Raises:
         DataError: no file at these places is the recorded tokenizer.

@@ -73,7 +73,7 @@ class Document:
 
 
 def too_long(file: InputFile, place: InputPlace, findings: Findings) -> None:
-    """Add a document that exceeds the options' size limit to the findings."""
+    """Add a document that exceeds the options' size limit to the findings. DataError if they stop at bad input."""
     detail = f"holds a document of more than {file.options.max_document_bytes:,} bytes"
     advice = "A worker has a document and its ids in memory. Divide the text (--separator), or allow it (--max-document-bytes)."
     findings.add(BadInput.TOO_LONG, replace(place, detail=detail), advice)

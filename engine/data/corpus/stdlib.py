@@ -31,7 +31,8 @@ NOT_STDLIB = {"site-packages", "dist-packages"}
 def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
     """List the standard library's source files, at most `max_bytes` together, ordered by a hash.
 
-    A virtual environment uses its base Python's files. Empty files are left out, and so are the few that are not UTF-8.
+    Files are taken in name order, up to the first that does not fit. A virtual environment uses its base Python's files. Empty
+    files are left out, and so are the few that are not UTF-8.
 
     Raises:
         DataError: this Python has no sources (a minimal or frozen build), or none fits into `max_bytes`.

@@ -99,7 +99,7 @@ class BytesTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer from the Hugging Face `tokenizers` library.
+    """A tokenizer from the Hugging Face `tokenizers` library. The file's truncation, padding and dropout are switched off.
 
     Args:
         path: a .json file, or a transformers folder with a tokenizer.json.
@@ -107,7 +107,8 @@ class JsonTokenizer:
             tokenizer has.
 
     Raises:
-        DataError: the file does not exist or is not a tokenizer, or the tokenizer has no end-of-document token.
+        DataError: the file does not exist or is not a tokenizer, the folder's other files are damaged or contradict it, or it has
+            no end-of-document token.
     """
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
@@ -201,7 +202,7 @@ def special_token(folder: Path, role: str) -> str | None:
 
 
 def _added_tokens(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Read the (id, token) pairs that a tokenizer_config.json lists, sorted by id.
+    """Read the (id, token) pairs that a tokenizer_config.json lists, sorted by id. A missing file lists none.
 
     Raises:
         DataError: the file is not a JSON object, or its list has a form that transformers does not write.
@@ -345,7 +346,7 @@ KINDS = (
 
 
 def split_name(name: str) -> tuple[Path, str | None]:
-    """Split a tokenizer name into a path and the pattern after the colon, if any."""
+    """Split the name of tiktoken ranks into a path and the pattern after the colon. Other names: (path, None)."""
     path, colon, pattern = name.partition(":")
     # pathlib raises for names that no file can have, and a pattern may be such a name.
     is_ranks = colon and not os.path.exists(name) and (os.path.isfile(path) or path.endswith(ENDING))  # noqa: PTH110, PTH113
@@ -356,7 +357,8 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
     """Open the tokenizer that `data.tokenizer` or `--tokenizer` names. KINDS lists the accepted forms.
 
     Raises:
-        DataError: the file is missing or cannot be opened, or `eod_token` is given for `bytes`, which has a fixed end of document.
+        DataError: the file is missing or cannot be opened, the tokenizer lacks `eod_token`, or `eod_token` is given for `bytes`,
+            which has a fixed end of document.
     """
     path, pattern = split_name(name)
     if why := why_no_path(name if pattern is None else path):

@@ -82,7 +82,8 @@ class HangReport:
         """The ranks that probably cause the hang.
 
         These are the ranks that do not answer. If all answer, they are the ranks that others wait for and that wait for none. If
-        there are none of these either, they are the ranks in the earliest step and part.
+        there are none of these either, they are the ranks in the earliest step and part. The list is empty if ranks only wait
+        for each other, or if all are in the same step and part.
         """
         waited_for = {target for targets in self._distinct_targets() for target in targets}
         silent = [each.rank for each in self._statuses if not each.answers]
@@ -100,7 +101,7 @@ class HangReport:
 
     @property
     def step(self) -> int:
-        """Step, counted from 1, that the furthest rank is in."""
+        """Step, counted from 1, that the furthest rank is in; 0 if no rank was seen."""
         return max((each.beat.step for each in self._statuses if each.beat is not None), default=0)
 
     def headline(self) -> str:

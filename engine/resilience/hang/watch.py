@@ -7,9 +7,9 @@
     reporter      the lowest rank that wrote a status; it writes the report (`report.py`) to report.json, events and its own output
     end           deputies kill their nodes' silent ranks with SIGKILL; all other ranks exit with `ExitCode.HUNG`
 
-A rank that resumes was only slow, and deletes its status. While a rank's loader builds an epoch's order, each finished piece counts
-as movement. If other ranks report a hang meanwhile, the building rank writes `rank_00003.busy`, and the other ranks delete their
-statuses.
+If a rank has written a status, every other rank that stands still writes its own at once. A rank that resumes was only slow, and
+deletes its status. While a rank's loader builds an epoch's order, each finished piece counts as movement. If other ranks report a
+hang meanwhile, the building rank writes `rank_00003.busy`, and the other ranks delete their statuses.
 
 The threads need only the run directory, so they work while the main thread is blocked in a collective.
 

@@ -26,8 +26,9 @@ PURPOSE = "fp8 shares"
 class Fp8Shares(StepMeter):
     """Meter for the record's `fp8` field, by linear layer and operand.
 
-    `underflow` is the share of nonzero values rounded to zero. `overflow` is the share clamped to the format's largest number. An
-    operand that is all zeros has no entry. Charts are under health/fp8/. One chart per operand shows the worst layer.
+    `underflow` is the share of nonzero values rounded to zero. `overflow` is the share of nonzero values clamped to the
+    format's largest number. An operand that is all zeros has no entry. Charts are under health/fp8/. One chart per operand shows
+    the worst layer.
 
     Args:
         counts: this rank's counts.

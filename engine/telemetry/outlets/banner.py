@@ -79,7 +79,7 @@ class Start:
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
-    """Show the banner. A later attempt shows only the changed rows."""
+    """Show the banner, and keep its rows in the attempt's banner.json. A later attempt shows only changed rows."""
     attempt = f", {attempt_name(directory.attempt)}" if directory.attempt else ""
     rows = [
         ("layout", start.layout),

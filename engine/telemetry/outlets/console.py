@@ -213,7 +213,10 @@ class Report:
                     head = Text(" " * indent)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Update the bar. Print a line for the first, the last and every `log_interval`-th step."""
+        """Update the bar. Print a line for the first, the last and every `log_interval`-th step.
+
+        Under the line come the time split and the meters' lines, if any.
+        """
         self._since_line.append(metrics)
         if len(self._recent_seconds) == 1 and self._recent_seconds[0] > metrics.step_time_seconds:
             self._recent_seconds.clear()  # the first step also warms up: its time would make the ETA far too long

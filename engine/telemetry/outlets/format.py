@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Wrap text to lines of at most `width` characters. Line breaks stay, and a longer word stays whole."""
+    """Wrap text to lines of at most `width` (at least 20) characters. Line breaks stay, and long words stay whole."""
     return [
         part
         for line in text.split("\n")

@@ -110,7 +110,10 @@ class Telemetry:
         self.flush()
 
     def event(self, kind: EventKind, **fields: Any) -> None:
-        """Record an event, with `fields` as in `EventLog.write`. No-op on ranks that do not log."""
+        """Record an event, with `fields` as in `EventLog.write`, and tell the sinks (`Sink.after_event`).
+
+        An event log that raises is switched off. No-op on ranks that do not log.
+        """
         if self._events is None:
             return
         try:
@@ -132,7 +135,10 @@ class Telemetry:
         self.say(message, style)
 
     def flush(self) -> None:
-        """Hand the last step's record to the sinks. The record can no longer get a validation loss."""
+        """Hand the last step's record to the sinks, after opening stopped sinks whose pause is over.
+
+        The record can no longer get a validation loss.
+        """
         if self._pending is None:
             return
         metrics, self._pending = self._pending, None
@@ -144,7 +150,10 @@ class Telemetry:
             stopped.num_lost += 1
 
     def close(self) -> None:
-        """Flush and close everything. A call after an error and a second call do no harm."""
+        """Flush, write `attempt_ended`, close everything, and print the sinks' summaries and what is missing.
+
+        A call after an error and a second call do no harm.
+        """
         self.flush()
         self._look_at_outputs()
         if self.report is not None:
@@ -249,7 +258,7 @@ class Telemetry:
             self.notice("output_dropped", message, output=change.output)
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> bool:
-        """Make a call to a sink. If it fails, remove the sink and return False; else return True."""
+        """Make a call to a sink. If it fails, remove and report the sink and return False; else True."""
         try:
             call()
         except Exception as error:
@@ -264,7 +273,7 @@ class Telemetry:
     def _failed(self, name: str, error: Exception) -> None:
         """Report a sink's failure by an event and a line.
 
-        If the sink will be opened again, only its first failure is reported.
+        If the sink will be opened again, only its first failure is reported, and each failure doubles the next pause.
         """
         if name not in self._openers:
             self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
@@ -300,6 +309,8 @@ def open_telemetry(
     device_type: str = "cpu",
 ) -> Telemetry:
     """Open one rank's telemetry, which records and prints on the logging rank only.
+
+    On that rank it writes `attempt_started`, then opens and announces the sinks.
 
     Args:
         config: configuration; its `telemetry` section chooses the sinks.

@@ -215,7 +215,7 @@ class LossyFile(io.RawIOBase):
         return written, None
 
     def _waits_too_long(self) -> bool:
-        """Wait for room, at most for `patience_seconds`. Return True if there is still no room."""
+        """Wait up to `patience_seconds` for room. Return True if there is none; the next call then does not wait."""
         if self._patience_seconds is None:
             return False
         self._is_paused = not wait_for_room(self._descriptor, 0.0 if self._is_paused else self._patience_seconds)

@@ -127,7 +127,7 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
 def say_stopped(
     telemetry: Telemetry, stop: Stop, step: int, *, saved: Path | None, peak_memory_bytes: Sequence[int] = ()
 ) -> None:
-    """Report that the run stops after step `step`, counted from 1.
+    """Report that the run stops, or its phase ends, after step `step`, counted from 1.
 
     Args:
         saved: folder of that step's checkpoint; None if the run saves nothing.

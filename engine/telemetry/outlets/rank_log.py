@@ -44,8 +44,8 @@ class OutputChange:
     Attributes:
         output: `terminal`, `log`, or a file name.
         what: `DROPPED`, `STOPPED` or `RESUMED`, from `triaxis.engine.telemetry.outlets.relay`.
-        cause: the system's error text.
-        num_lost: number of lost lines, counted only for `RESUMED`.
+        cause: reason, such as the system's error text; may be "" for `RESUMED`.
+        num_lost: number of lost lines or rows, counted only for `RESUMED`.
     """
 
     output: str
@@ -159,7 +159,10 @@ class _Relay:
             os.close(descriptor)
 
     def replace(self, error: OSError) -> bool:
-        """Redirect all output to the log if `error` shows that the relay has ended. Return True if redirected now."""
+        """Redirect output to the log if `error` shows that the relay has ended. Return True if redirected now.
+
+        Output for the terminal alone is discarded.
+        """
         if error.errno != errno.EPIPE or self._is_replaced:
             return False
         self._is_replaced = True
@@ -185,7 +188,7 @@ class _Relay:
         return found
 
     def close(self) -> None:
-        """Close this rank's pipe ends and wait for the relay to end."""
+        """Close this rank's pipe ends and wait for the relay, which is killed after `_RELAY_ENDS_SECONDS`."""
         for descriptor in (self.for_terminal, self.for_log, self._changes):
             os.close(descriptor)
         try:

@@ -102,7 +102,10 @@ class RelayQueue:
         self._thread.start()
 
     def write(self, data: bytes) -> None:
-        """Queue `data` without waiting. Once the queue is full, lines are lost until it is empty."""
+        """Queue `data` without waiting. Once the queue is full, lines are lost until it is empty.
+
+        A dropped outlet ignores `data`.
+        """
         with self._changed:
             data = data if self._stamps is None else self._stamps.put_on(data)
             if self._is_dropped:

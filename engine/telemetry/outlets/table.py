@@ -58,7 +58,7 @@ def columns_of(num_steps: int, *, show_mfu: bool, memory: str) -> tuple[Column, 
 
 
 def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
-    """Keep the columns that fit into `width` characters, in order."""
+    """Keep the columns that fit into `width` characters, in order. Those with `goes_first` 0 always stay."""
     kept = list(columns)
     while sum(column.width + len(_GAP) for column in kept) - len(_GAP) > width:
         dispensable = max(kept, key=lambda column: column.goes_first)

@@ -20,7 +20,8 @@ from triaxis.engine.telemetry.record.metrics import StepMetrics
 class TensorBoardSink(Sink):
     """Sink that writes each step to TensorBoard event files, one set per attempt.
 
-    Before a repeated step, a session start is written. TensorBoard then discards older points from that step on.
+    A session start is written before the first step and before each repeated step. TensorBoard then discards
+    older points from that step on.
 
     Raises:
         OSError: the folder cannot be written; no empty file is left in it.

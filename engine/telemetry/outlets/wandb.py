@@ -109,7 +109,7 @@ class WandbSink(Sink):
         return cls(config, directory, layout)
 
     def record(self, metrics: StepMetrics) -> None:
-        """Hand the values to wandb's own process, without waiting for a network."""
+        """Hand the values and new alerts to wandb's own process, without waiting for a network."""
         self._run.log({name: getattr(metrics, name) for name in X_AXES} | self._charts.of(metrics))
         self._alerts.send()
 
@@ -121,7 +121,10 @@ class WandbSink(Sink):
         self.close_early(_CLOSE_SECONDS)
 
     def close_early(self, limit_seconds: float) -> None:
-        """Send the last alerts and let wandb finish, within the limit. Any thread may call this."""
+        """Send the last alerts and let wandb finish. Any thread may call this.
+
+        wandb's own process is killed after `limit_seconds`.
+        """
         with ending_its_process_after(limit_seconds):
             self._alerts.send()
             self._run.finish()
@@ -287,7 +290,7 @@ def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _kept_id(directory: RunDirectory) -> str:
-    """Read the directory's wandb run id, or create one in the first attempt.
+    """Read the directory's wandb run id, or create one if its file is missing.
 
     Raises:
         TriaxisError: the file holds something other than an id.

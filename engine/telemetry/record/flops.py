@@ -225,12 +225,12 @@ _WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "RTX 3090")
 
 
 def known_peak(device_name: str, dtype: str, *, in_fp8: bool = False) -> PeakRate | None:
-    """Look up a device's peak and the number's source. None if the table lacks the device or dtype.
+    """Look up a device's peak and the number's source. None if it is unknown.
 
     Args:
         device_name: name from `torch.cuda.get_device_name` ("NVIDIA H100 80GB HBM3"). A MIG slice has no entry.
         dtype: GEMM dtype, as in `precision.dtype`. fp32 and float64 have no entry.
-        in_fp8: whether to look up the FP8 peak, for a run with FP8 GEMMs.
+        in_fp8: whether to look up the FP8 peak, for a run with FP8 GEMMs. Devices without FP8 have no entry.
     """
     words = device_name.replace("-", " ").split()
     if dtype not in ("bf16", "fp16") or "MIG" in words:

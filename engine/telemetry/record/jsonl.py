@@ -58,7 +58,10 @@ class JsonLines:
         self._rest = b""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object in one write. Unless `error` is set on return, the operating system has the whole line."""
+        """Append one object in one write, with secrets redacted.
+
+        Unless `error` is set on return, the operating system has the whole line.
+        """
         line = (without_secrets(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)) + "\n").encode()
         with self._lock:
             if self._waiting_bytes + len(line) > MOST_WAITING_BYTES:
@@ -153,7 +156,7 @@ class Records:
 
     Attributes:
         records: objects, in line order.
-        num_unreadable: number of lines that hold no JSON object, a torn end included.
+        num_unreadable: number of lines that hold no JSON object, a torn end included; empty lines do not count.
         end: byte after the last complete line, where a later read continues.
     """
 
@@ -167,7 +170,8 @@ def read_records(
 ) -> Records:
     """Read a file's objects from byte `start`, which must begin a line.
 
-    An unfinished last line and lines without a JSON object only count as unreadable. If there is no file, the result is empty.
+    An unfinished last line and lines without a JSON object only count as unreadable. Empty lines are ignored. If
+    there is no file, the result is empty.
 
     Args:
         kept: function that reduces each object to what the caller needs, to save memory.

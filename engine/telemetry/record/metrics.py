@@ -100,7 +100,7 @@ class Meter:
     """Calculator that turns a step's result and duration into `StepMetrics`.
 
     Args:
-        config: run configuration; its `telemetry.peak_tflops` overrides the table of device peaks.
+        config: run configuration, whose `recompute` is resolved; its `telemetry.peak_tflops` overrides the table of device peaks.
         layers_per_chunk: number of transformer layers in each of the pp x vpp chunks.
         world_size: number of devices that share the work.
         device_name: torch's device name; "cpu" has no peak.

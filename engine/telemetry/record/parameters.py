@@ -171,7 +171,7 @@ def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: Mod
 
 
 def _beside_formula(listed: Mapping[str, int], of_list: Mapping[str, int], formula: Mapping[str, int]) -> Iterator[str]:
-    """Yield the names of listed parameters that the formula lacks.
+    """Yield the names of listed parameters that the formula lacks, with `*` as the layer.
 
     If these names do not explain a module's difference between list and formula, yield the module's name instead.
     """

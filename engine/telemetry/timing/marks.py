@@ -101,7 +101,7 @@ class TimeMarks:
         self._ended: deque[MarkedStep] = deque()
 
     def begin(self, steps_made: int, *, is_marked: bool) -> None:
-        """Start marking with `steps_made` steps complete. Marks that were not taken are dropped."""
+        """Begin step `steps_made` + 1, which gets marks if `is_marked`. Marks that were not taken are dropped."""
         self._ended.clear()
         self._part, self._instruction = StepPart.OTHER, None
         self._start(steps_made + 1, is_marked)

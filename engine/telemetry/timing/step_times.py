@@ -99,8 +99,11 @@ class StepTimes(StepWatcher):
     def on_step(self, step: int) -> TimeSplit | None:
         """Evaluate step `step`, counted from 1, once the host has read the step's numbers.
 
+        The step before a line also sends this rank's times to rank 0.
+
         Returns:
-            On the logging rank, the split to print with this step's line. None if the step has no line, and on other ranks.
+            On the logging rank, the split to print with this step's line. None if the step has no line
+            or no earlier step was measured for it, and on other ranks.
         """
         split = self._collect()
         marked = self._marks.take(step)
@@ -130,7 +133,7 @@ class StepTimes(StepWatcher):
         return not self._clock.samples or has_line(step + 1, self._config.log_interval, self._num_steps)
 
     def _compare_clocks(self) -> None:
-        """Compare the ranks' clocks once, before the timeline's first step."""
+        """Compare the ranks' clocks once, before the first step of the timeline that this attempt runs."""
         assert self._first_step is not None, "a run begins with `begin`"
         first = max(self._traced.start, self._first_step)
         is_due = self._step + 1 == first and first in self._traced and self._anchor is None

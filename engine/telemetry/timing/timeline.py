@@ -176,6 +176,7 @@ def merge(run: Path) -> Merged:
 
     Raises:
         TriaxisError: no rank wrote a timeline, or a rank's file cannot be read.
+        OSError: `timeline.json` cannot be written.
     """
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": run.name}}]
     contents = read_ranks(run)

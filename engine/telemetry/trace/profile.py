@@ -52,7 +52,10 @@ class StepProfiler(StepWatcher):
         self._step = steps_made
 
     def enter(self, part: StepPart) -> None:
-        """Begin a range for `part`. The first configured step starts the trace, and the step after the last one writes it."""
+        """Begin a range for `part`. The first traced step starts the trace, and the step after the last writes it.
+
+        A run that begins amid the configured steps traces the rest of them.
+        """
         if part == FIRST:
             self._step += 1
             if self._step in self._steps and self._profile is None:

@@ -140,7 +140,10 @@ class Region:
         self._cells = [_Cell()]
 
     def use(self, operator: Operator, start: int, stop: int, *, writes: bool) -> list[UnorderedUse]:
-        """Record that an operator uses the bytes [start, stop), and return unordered earlier uses."""
+        """Record that an operator uses the bytes [start, stop), and return unordered earlier uses.
+
+        A read is compared with the last write. A write is compared with the last write and the reads since.
+        """
         first, last = self._cut(start), self._cut(stop)
         clock = operator.stream.clock
         conflicts = []

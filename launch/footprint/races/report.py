@@ -75,7 +75,7 @@ class Race:
 class Origins:
     """A finder of the program line that posts an operator.
 
-    It is the innermost line outside torch, this package and `collectives`.
+    It is the project's innermost line outside this package and `collectives`.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Origins:
         self._names: dict[CodeType, str] = {}
 
     def of_caller(self) -> str:
-        """Return the line as `file:line`, with the file relative to the project."""
+        """Return the line as `file:line`, with the file relative to the project; "an unknown place" if there is none."""
         frame = sys._getframe(1)
         while True:
             name = self._names.get(frame.f_code)

@@ -49,12 +49,12 @@ def config_to_check(config: Config, *, small: bool) -> Config:
 
 
 def check_races(console: Console, config: Config, ranks: list[int] | None) -> list[dict[str, object]]:
-    """Check ranks one by one and print a line for each, with its races.
+    """Find the races of ranks, one by one, and print a line for each with its first `MOST_SHOWN` races.
 
     Args:
         console: console to print on.
         config: configuration from `config_to_check`.
-        ranks: ranks to check; None: `representative_ranks`.
+        ranks: ranks to run; None: `representative_ranks`.
 
     Returns:
         Each rank's findings, for JSON.

@@ -125,7 +125,7 @@ class RaceWatch(TorchDispatchMode):
     def post(
         self, stream: Stream, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
     ) -> Operator:
-        """Post an operator on a stream and check its uses."""
+        """Post an operator on a stream, and keep a race for each use that is not ordered after an earlier one."""
         operator = self.clocks.post(stream, name, self._origins.of_caller(), self.during)
         self.num_operators += 1
         for tensor in read:

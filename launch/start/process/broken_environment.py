@@ -42,7 +42,10 @@ def _not_mapped(error: BaseException) -> bool:
 
 
 def _hidden(own: Sequence[str], others: Sequence[str]) -> list[str]:
-    """List modules in the folders `own` that hide a standard library module or an installed package in `others`."""
+    """List the files in the folders `own` that hide another module.
+
+    That is one of the standard library, or an installed package in the folders `others`.
+    """
     known = sys.stdlib_module_names | packages_distributions().keys()
     found = []
     for folder in own:

@@ -53,7 +53,7 @@ def _end_unless_heard(number: signal.Signals) -> None:
 def exit_code(main: Main, arguments: Sequence[str]) -> int:
     """Run `main(arguments)` and return its exit code. An exception that ends `main` is printed.
 
-    A user's mistake is the same on all ranks, so only rank 0 prints it.
+    ExplainedError and Ctrl-C are not printed. Only rank 0 prints a TriaxisError, because all ranks make the same mistake.
     """
     try:
         return main(arguments)

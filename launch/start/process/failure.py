@@ -80,7 +80,9 @@ class RankFailure:
 
 
 def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
-    """Return the report on the hang that ended the last attempt; "" if it was already printed.
+    """Return the report on the hang that ended the last attempt.
+
+    Return "" if it was already printed, and a sentence that says so if the ranks left no report.
 
     Args:
         failures: failures on this node only. If rank 0 is among them and wrote the report, this terminal has shown it.

@@ -154,7 +154,7 @@ class _Book:
     def write(self, step: int, kind: TensorKind, read: Callable[[str], torch.Tensor]) -> None:
         """Write all tensors of a kind, as `read` returns them for the oracle's names.
 
-        Parameters that are not trained have neither gradient nor moments.
+        Gradients and moments of parameters that are not trained are skipped.
         """
         is_of_all = kind in ("start", "master", "parameter")
         for pair in self._oracle.pairs:

@@ -36,10 +36,10 @@ KINDS = ("gradient", "parameter")
 
 
 def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[ParameterFacts, ...]]:
-    """Write the first weights and all batches.
+    """Write the first weights, the corpus and all batches to `folder`.
 
     Returns:
-        (job without a layout, parameters in forward order).
+        (job without a layout, facts about Hugging Face's parameters in forward order).
     """
     model, optimizer, dtype = config.model, config.optimizer, DTYPES[config.precision.dtype]
     name = str(dtype).removeprefix("torch.")
@@ -111,12 +111,14 @@ def write_as_subject(config: Config, folder: Path) -> Path:
 class Reference:
     """The reports of the smallest layout, with which other layouts' reports are compared.
 
+    If several ranks report a tensor, the first rank's is the reference.
+
     Args:
         folder: folder with the reports.
         world_size: number of ranks.
 
     Raises:
-        ReportError: a rank has not closed its job.
+        ReportError: rank 0 has not closed its job.
     """
 
     def __init__(self, folder: Path, world_size: int) -> None:
@@ -131,8 +133,8 @@ class Reference:
         If several ranks report the same tensor, each report's sums are divided by the number of these ranks.
 
         Raises:
-            ReportError: a rank has not closed its job or reports another rank's place, a tensor's name or shape is not the model's,
-                or no rank reports a tensor.
+            ReportError: a rank has not closed its job, has a place outside the layout or another rank's, or reports no steps, more
+                than the reference or other than rank 0; a tensor's name or shape is not the reference's; or a tensor is missing.
         """
         ranks = [self._read(folder, rank) for rank in range(sizes.world_size)]
         places: dict[tuple[int, ...], int] = {}

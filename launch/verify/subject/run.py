@@ -53,7 +53,7 @@ OURS = "triaxis"
 
 
 class ReportError(Exception):
-    """An adapter's report cannot be compared."""
+    """An adapter's report is missing, late or cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class SubjectTrial:
     Attributes:
         python: interpreter that runs the subject.
         trials: layouts of one small model, each compared with the smallest layout.
-        against: (engine, version) of a second engine to compare the reference with; empty: none.
+        against: (engine, version) of a second engine to compare the reference with; (`OURS`,): our one process; empty: none.
         most_seconds: time limit for one run, in seconds.
     """
 
@@ -93,7 +93,8 @@ def read_adapter(path: Path) -> Adapter:
     """Read the axes and the smallest layout that an adapter declares.
 
     Raises:
-        ConfigError: the file cannot be read, or declares no known axes.
+        ConfigError: the file cannot be read, its axes are not all from `AXES`, or its smallest layout has other axes or other
+            sizes than 1 and 2.
     """
     try:
         found = {
@@ -120,9 +121,10 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def covering_layouts(adapter: Adapter) -> list[dict[str, int]]:
-    """Choose layouts with 1 or 2 ranks per axis, without the smallest layout.
+    """Choose layouts with 1 or 2 ranks per axis, and more ranks than the smallest layout.
 
-    Any two axes occur in all combinations of sizes.
+    No axis is smaller than in the smallest layout. A layout has at most `MOST_RANKS` ranks. Any two axes occur in all combinations
+    of sizes that these rules allow.
     """
     sizes = {axis: (2, 1) if adapter.smallest[axis] == 1 else (2,) for axis in adapter.axes}
     smallest = math.prod(adapter.smallest.values())
@@ -145,7 +147,7 @@ def subject_trial(
     dtype: str,
     most_seconds: int,
 ) -> SubjectTrial:
-    """Build a subject's layouts and a small model that fits them all.
+    """Build a subject's layouts and a small model that all of them can cut.
 
     Args:
         path, overrides: config file and overrides as for training; layouts in them are ignored.
@@ -156,7 +158,8 @@ def subject_trial(
         num_steps, dtype, most_seconds: settings for every run.
 
     Raises:
-        ConfigError: the adapter cannot be read, the model has no Hugging Face equivalent, or the config is wrong.
+        ConfigError: the adapter cannot be read, a layout or the config is wrong, the model has no Hugging Face equivalent, or the
+            `against` engine is not installed or cannot express the model.
     """
     subject = read_adapter(adapter)
     chosen = [_sizes(one, subject) for one in layouts] or covering_layouts(subject)
@@ -211,14 +214,15 @@ def _with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 
 
 def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
-    """Run the subject in its smallest layout and in the others, and yield each verdict.
+    """Run the subject in its smallest layout, the reference, then verify each other layout.
 
-    Each result is (trial, verdict, name of the reference). A layout that differs runs again, with one axis after another collapsed
-    to one rank.
+    Each result is (trial, verdict, name of the reference). With `--against`, the first is the smallest layout's verdict against
+    that engine. A layout that differs runs again, with one axis after another collapsed to one rank.
 
     Raises:
-        VerificationError: a run failed.
-        ReportError: a report cannot be compared.
+        VerificationError: a run failed, other than one with a collapsed axis.
+        ReportError: a report cannot be compared, a run exceeds the time limit, or the smallest layout's own ranks disagree or have
+            a number that is not finite.
     """
     from triaxis.launch.verify.subject.files import Reference, write_as_subject, write_inputs
 
@@ -272,7 +276,7 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
 
 
 def _run_against(asked: SubjectTrial, folder: Path) -> None:
-    """Run the `--against` engine in one process.
+    """Run the `--against` engine in one process, which writes reference files to `folder`.
 
     Raises:
         VerificationError: the run failed.
@@ -288,7 +292,13 @@ def _run_against(asked: SubjectTrial, folder: Path) -> None:
 
 
 def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
-    """Run the adapter on every rank, and return the first nonzero exit code. A rank that fails ends the others."""
+    """Run the adapter on every rank, and return the first nonzero exit code, or 0.
+
+    A rank that fails ends the others. An exit by signal n gives 128 + n.
+
+    Raises:
+        ReportError: the time limit has passed, which ends all ranks.
+    """
     from torch.distributed import TCPStore
 
     # Ranks meet in our store, as torchrun's do, so nothing else can take the port before rank 0 opens it.

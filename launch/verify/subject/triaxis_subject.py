@@ -52,7 +52,7 @@ class Job:
     """One run in one layout, as this rank sees it.
 
     Attributes:
-        layout: ranks on each axis that the adapter declares.
+        layout: number of ranks on each of tp, pp, dp and cp; 1 on an axis that the adapter does not declare.
         model: keys of Hugging Face's `config.json`.
         optimizer: AdamW's settings, which are `lr`, `betas`, `eps`, `weight_decay`, `max_norm` and `no_decay` (names of weights
             without decay).
@@ -98,11 +98,11 @@ class Job:
         return torch.optim.AdamW(groups, **settings)
 
     def gradients(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Report the loss's gradients by name, as the optimizer will read them, before clipping."""
+        """Report the loss's gradients by name, as the optimizer will read them, before clipping. `done` writes them."""
         self._keep("gradient", tensors)
 
     def done(self, step: int, loss: float, grad_norm: float, weights: Mapping[str, torch.Tensor]) -> None:
-        """Report the end of a step.
+        """Report the end of a step, and write its gradients and weights.
 
         Args:
             step: number of the step, from 0.
@@ -117,9 +117,15 @@ class Job:
         self._steps.append({"loss": float(loss), "grad_norm": float(grad_norm), "num_tokens": num_tokens})
 
     def close(self, **place: int) -> None:
-        """Report the rank's place on each axis with several ranks, and end torch's process groups.
+        """Write the rank's place and steps, wait for all ranks, and end torch's process groups.
 
         A rank that exits without this call can break its peers' run.
+
+        Args:
+            place: the rank's index on each axis; an axis with one rank may be missing.
+
+        Raises:
+            ValueError: an axis with several ranks is missing.
         """
         if missing := [axis for axis, size in self.layout.items() if size > 1 and axis not in place]:
             raise ValueError(

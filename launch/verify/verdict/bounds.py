@@ -70,7 +70,8 @@ class Bounds:
     def loss(self, step: int) -> float:
         """Bound for a global batch's loss.
 
-        A mean's error may be small by luck. So the bound also covers the first step's token losses and this step's gradients.
+        A mean's error may be small by luck. So the bound also covers the losses of earlier steps, the first step's token losses
+        and this step's gradients.
         """
         if self._evidence.noise is None:
             return self._only()

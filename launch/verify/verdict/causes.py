@@ -8,7 +8,7 @@ These measurements can name an axis, in this order:
     factor          the only axis whose size, or its inverse, is the factor between wrong and right values
 
 With sub-layouts, the next two rows only choose between the axes that the first row names. Without sub-layouts, only the last two
-rows are used.
+rows are used; for wrong samples, `_axis_of_samples` decides instead.
 """
 
 import math
@@ -70,7 +70,10 @@ def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str,
 
 
 def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviation | None:
-    """Add up this rank's deviations over the differing tensors. None: the rank holds no part of them."""
+    """Add up this rank's deviations over the differing tensors, or over the first differing output.
+
+    None: the rank holds no part of them.
+    """
     first, names = differing[0], {one.name for one in differing}
     if first.what == "output":
         found = [one.deviation for one in rank.sites if one.name == first.name]
@@ -86,7 +89,10 @@ def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviatio
 def _from_outcomes(
     evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict]
 ) -> str | None:
-    """Find the axis without which the difference vanishes. If there are several, the ranks' values decide."""
+    """Find the axis without which the difference vanishes.
+
+    If there are several, the ranks' values decide. None: there is no such axis, or the values leave several.
+    """
     vanished = {one.axis for one in outcomes if one.axis is not None and one.equal}
     is_gradient = differing[0].what == "gradient"
     summed = {axis for axis in AXES[:2] if is_gradient and are_partial_sums(evidence, differing, axis)}
@@ -133,7 +139,7 @@ def _from_ranks(evidence: Evidence, differing: Sequence[Difference]) -> str | No
 def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
     """Return the axis to blame for wrong samples, tp, pp or dp.
 
-    tp or pp is to blame if ranks that differ only there read different samples. Otherwise dp is, if it has several ranks.
+    tp or pp is to blame if ranks that differ only there read different samples. Otherwise dp is. None: dp has one rank.
     """
     for axis in AXES[:2]:
         for ranks in _along(evidence, axis):

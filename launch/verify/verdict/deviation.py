@@ -31,7 +31,7 @@ class Deviation:
         )
 
     def shared(self, copies: int) -> "Deviation":
-        """Divide the sums by the number of copies. Adding up all copies then gives their mean."""
+        """Divide the sums, but not `numel`, by the number of copies. Adding up all copies then gives their mean."""
         squares = (self.wanted_square, self.got_square, self.product, self.error_square)
         return Deviation(self.numel, *(square / copies for square in squares))
 

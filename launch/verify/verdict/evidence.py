@@ -102,7 +102,7 @@ class Evidence:
         return self._tensors(self.ranks)
 
     def kinds(self, step: int) -> list[TensorKind]:
-        """List the kinds of tensors that a step produces, in order."""
+        """List the kinds of tensors that a step computes, in the order of their computation."""
         moments = [kind for at, kind in self.tensors if at == step and kind not in NOT_MOMENTS]
         return [*NOT_MOMENTS[1:3], *moments, *NOT_MOMENTS[3:]]
 

@@ -23,7 +23,7 @@ class Verdict:
     """The verdict on a layout. The layout equals its reference if `differences` is empty.
 
     Attributes:
-        largest: (largest relative error, name of the tensor that has it) by kind.
+        largest: (largest `Difference.error`, name of the tensor, site or sample that has it) by `Difference.what`.
         differences: all differences in the first kind that differs, in order.
         reference: the one process's steps.
         of_bound: largest error as a fraction of its bound; at most 1 if equal.
@@ -106,7 +106,8 @@ def _of(step: int, what: str, tensors: Mapping[str, Deviation], bounds: Mapping[
 def _routing(evidence: Evidence, step: int) -> Iterator[Difference]:
     """Compare expert choices layer by layer.
 
-    In a narrow dtype, differing choices are allowed, since rounding can explain any number.
+    In a narrow dtype, any number of differing choices is allowed, since rounding can explain it. Missing, duplicated or misplaced
+    tokens never are.
     """
     found: dict[int, RoutingReport] = {}
     for rank in evidence.ranks:
@@ -129,9 +130,9 @@ def _routing(evidence: Evidence, step: int) -> Iterator[Difference]:
 
 
 def _first_wrong_routing(outputs: Sequence[Difference], routing: Sequence[Difference]) -> int:
-    """Return the index in `outputs` of the first layer whose choices differ.
+    """Return the index in `outputs` of the first layer whose routing exceeds its bound.
 
-    The result is `len(outputs)` if no choices differ.
+    The result is `len(outputs)` if there is none.
     """
     wrong = next((one.name for one in routing if not one.error <= one.bound), None)
     return next((place for place, one in enumerate(outputs) if one.name == wrong), len(outputs))
@@ -162,7 +163,10 @@ OTHER_CONTENTS = "other tokens, labels, mask, positions or documents"
 
 
 def _samples(evidence: Evidence, step: int) -> Iterator[Difference]:
-    """Compare how often each dp group and the reference read each sample of the step."""
+    """Compare how often each dp group and the reference read each sample of the step.
+
+    Yield one difference per sample, from the group that differs most. Nothing is yielded if the reference recorded no samples.
+    """
     if not evidence.samples:
         return
     wanted = Counter(evidence.samples[step])

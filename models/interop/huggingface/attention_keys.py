@@ -33,7 +33,7 @@ OLD_TYPES = {"su": "longrope"}
 def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
     """Add attention fields to `model`, which already has `num_layers`.
 
-    Returns problems. If there are any, `model` is unchanged.
+    Returns problems. If there are any, or the family has no RoPE, `model` is unchanged.
     """
     rope = family.rope
     if rope is None:
@@ -104,7 +104,8 @@ def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str
 def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str, Keys]]:
     """Yield the place and content of each mapping with RoPE settings for layer type `kind`.
 
-    `has_scaling`: the file's `rope_scaling` applies to this type.
+    `has_scaling`: the file's `rope_scaling` applies to this type. If `rope_parameters` should be by layer type and is not,
+    the content is in an unknown field. It becomes a problem.
     """
     new, old = (keys.get(name) for name in OF_ROPE)
     if isinstance(new, Mapping):
@@ -182,7 +183,10 @@ def _read_types(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[int | N
 
 
 def _has_window(keys: Keys, layers: LayerKeys, layer: int) -> bool:
-    """Whether a layer has a window by the family's rule. The rule applies if the file has no `layer_types`."""
+    """Whether a layer has a window by the family's rule.
+
+    The rule applies if the file has no `layer_types`. In a family without a rule, every layer has a window.
+    """
     if layers.first is not None:
         return bool(layer >= keys.get(*layers.first))
     if layers.period is not None:
@@ -210,7 +214,7 @@ def _rotates(keys: Keys, no_rope: tuple[str, str, int], layer: int) -> bool:
 
 
 def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield a phrase for each of the model's attention features that the family lacks."""
+    """Yield a phrase for each of the model's attention features that the family lacks. A family without RoPE yields none."""
     if family.rope is None:
         return
     by_type = len(family.rope.bases) > 1
@@ -240,7 +244,7 @@ def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
 def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
     """Yield the keys that set the layers' RoPE and windows, with their values.
 
-    Window keys are written even if there is no window.
+    `sliding_window` and its switch are written even if there is no window. A family without RoPE has no such keys.
     """
     if family.rope is None:
         return

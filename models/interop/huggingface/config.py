@@ -190,8 +190,8 @@ def from_hugging_face(
         ignore: unknown keys to accept.
 
     Raises:
-        ConfigError: the family is unknown; keys are missing, unknown or switch on unsupported features; or an ignored key is
-            absent or has a known effect.
+        ConfigError: the family is unknown; keys are missing, unknown, illegal or switch on unsupported features; an ignored key
+            is absent or has a known effect; or `seq_length` exceeds the learned positions.
     """
     keys = text_keys(keys)
     family = FAMILIES.get(str(keys.get("model_type")))
@@ -250,7 +250,7 @@ def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str
 
 
 def text_keys(keys: Keys) -> Keys:
-    """Return the language model's keys in a multi-part config, or all keys."""
+    """Return a multi-part config's `text_config`, completed by outer keys in OF_BOTH, or all keys."""
     text = keys.get("text_config")
     if not isinstance(text, Mapping):
         return keys
@@ -392,7 +392,7 @@ def to_hugging_face(
     Args:
         family: family from `family_of`.
         dtype: weight dtype, as torch spells it (`bfloat16`).
-        special_ids: `bos_token_id` and the like, written unchanged; None if unknown.
+        special_ids: `bos_token_id` and the like, written unchanged; None writes null for bos, eos and pad.
     """
     chosen = FAMILIES[family]
     keys: dict[str, Any] = {"architectures": [chosen.architecture], "model_type": family}

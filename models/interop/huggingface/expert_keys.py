@@ -32,7 +32,10 @@ NO_PART_OF_A_MODEL = frozenset({"balance", "choice_bias", "row_headroom"})
 
 
 def read_experts(keys: Keys, family: Family, model: Fields) -> list[str]:
-    """Add `moe` and `layers` to `model`, which has `num_layers`. Returns problems. If there are any, `model` is unchanged."""
+    """Add `moe` and `layers` to `model`, which has `num_layers`. Returns problems.
+
+    If there are problems, or no layer has experts, `model` is unchanged.
+    """
     experts = family.experts
     if experts is None:
         return []

@@ -447,4 +447,4 @@ FAMILIES: Mapping[str, Family] = {
         heads_divide_hidden=True,
     ),
 }
-"""Families by `model_type`. An export uses the first one that fits."""
+"""Families by `model_type`. An export uses the first one that can express the model, unless another is asked for."""

@@ -67,7 +67,8 @@ class WeightFiles:
         tensors: shape and dtype of each tensor, by its name.
 
     Raises:
-        CheckpointError: the folder has no safetensors (pickles are never opened), or a file is missing or damaged.
+        CheckpointError: the folder has no safetensors (pickles are never opened), a file is missing or damaged, or a file lacks a
+            tensor that the index says it has.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +118,7 @@ def write_weights(
 ) -> list[Path]:
     """Write a stream of tensors to files, and return the files' paths.
 
-    A file holds at most `shard_bytes`; a larger tensor gets a file of its own.
+    Several files get an index, whose path comes last. A file holds at most `shard_bytes`; a larger tensor gets a file of its own.
 
     Args:
         folder: existing folder without weights.
@@ -145,7 +146,7 @@ def write_weights(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a new, small text file and flush it to disk."""
+    """Write a small text file that must not exist yet, and flush it to disk."""
     with path.open("x", encoding="utf-8") as handle:
         handle.write(text)
         handle.flush()
@@ -153,7 +154,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a new, small binary file and its folder, and flush the file to disk."""
+    """Write a small binary file that must not exist yet, and flush it to disk. Creates its folder if missing."""
     path.parent.mkdir(exist_ok=True)
     with path.open("xb") as handle:
         handle.write(content)
@@ -194,7 +195,11 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """Read each tensor's file from the index, or {} if there is no index."""
+    """Read each tensor's file from the index; {} if there is a model.safetensors.
+
+    Raises:
+        CheckpointError: there is neither, or the index is damaged or names files outside the folder.
+    """
     if (folder / SINGLE).is_file():
         return {}
     index = folder / INDEX

@@ -61,6 +61,8 @@ def model_card(
 ) -> str:
     """Build the text of README.md: a YAML header, a table of facts, and how to load the folder.
 
+    Secrets in it are removed.
+
     Args:
         name: name of the exported folder, as the card's title.
         keys: content of the exported config.json.

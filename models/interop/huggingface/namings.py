@@ -69,7 +69,7 @@ _DEEPSEEK_QKV: Table = (
 
 
 def with_experts(naming: Naming, block: str = "mlp", parts: Names = ("gate_proj", "up_proj", "down_proj")) -> Naming:
-    """Add the names of experts and routers to a naming.
+    """Add the names of experts, routers and shared experts to a naming.
 
     The result is for files with one tensor per expert. Its attribute `fused` is for files with one tensor for all experts of a
     layer.

@@ -62,7 +62,7 @@ def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any])
         ignored: keys and values that `--ignore` lets through.
 
     Raises:
-        ConfigError: an id is not an integer, or generation_config.json is not a JSON mapping.
+        ConfigError: an id is no integer, list of integers or null; or generation_config.json is not a JSON mapping.
     """
     ids = {key: keys[key] for key in SPECIAL_IDS if key in keys}
     problems = [
@@ -108,10 +108,10 @@ def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str
 
 
 def generation_config(ids: Mapping[str, Any], record: ImportRecord | None) -> str:
-    """Build generation_config.json, from the imported file or the token ids.
+    """Return the imported generation_config.json's text, or build one with bos, eos and pad ids.
 
     Args:
-        ids: exported tokenizer's ids, such as `eos_token_id`.
+        ids: exported tokenizer's ids, such as `eos_token_id`; the record's ids, unless null, replace them.
         record: import record; None if the model was not imported.
     """
     if record is not None and record.generation_config is not None:

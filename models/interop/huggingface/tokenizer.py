@@ -77,8 +77,8 @@ def tokenizer_of(
         vocab_size: model's vocabulary size.
 
     Raises:
-        DataError: the requested tokenizer is missing, is not a tokenizer or does not fit the model; or the checkpoint's own is
-            missing.
+        DataError: the requested tokenizer is missing, is not a tokenizer or has ids beyond the vocabulary; or a run's own
+            tokenizer is missing.
     """
     if given == "none":
         return None, None, ["no tokenizer was written, because --tokenizer none was given"]
@@ -214,7 +214,10 @@ def _wanted(named: Mapping[str, str | None], tokenizer: JsonTokenizer, unknown: 
 
 
 def _completed(files: Mapping[str, bytes], tokens: Mapping[str, str], max_length: int) -> dict[str, bytes]:
-    """Write `tokens`, by key such as `eos_token`, into the tokenizer's config files."""
+    """Return `files` with `tokens`, by key such as `eos_token`, set in the tokenizer's config files.
+
+    tokenizer_config.json is added if missing. It gets a class and `max_length` if it has none.
+    """
     # If no class is given, transformers rebuilds the tokenizer by the family's own rules instead of reading the file.
     default = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     there = {name: parse_json(files[name]) for name in (CONFIG, SPECIAL_TOKENS) if name in files}

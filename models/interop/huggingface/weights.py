@@ -176,7 +176,7 @@ def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> 
 
 
 def copies(family: str, model: ModelConfig) -> Iterator[Exchange]:
-    """Yield exchanges for the copies of model tensors in each multi-token prediction layer. Imports skip these."""
+    """Yield exchanges for each multi-token prediction layer's copies of model tensors. Imports only compare these."""
     naming, specs = FAMILIES[family].naming, {spec.name: spec for spec in model_specs(model)}
     for number in range(model.num_layers, model.num_layers + model.num_mtp_layers):
         for (ours,), (theirs,) in naming.copies:
@@ -210,9 +210,10 @@ class HuggingFaceModel:
     def shards(
         self, dtype: torch.dtype | None = None, on_tensor: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Shard]:
-        """Yield our tensors in `dtype`, with one exchange in memory at a time.
+        """Yield our tensors in `dtype`, with one exchange or one expert in memory at a time.
 
-        If `dtype` is None, each tensor keeps the file's dtype. `on_tensor` receives the number of bytes read from the files.
+        If `dtype` is None, each tensor keeps the file's dtype. A bias for choosing experts stays at least fp32. Learned positions
+        beyond `seq_length` are dropped. `on_tensor` receives the number of bytes read from the files.
 
         Raises:
             CheckpointError: a tensor has elements that are not finite.
@@ -249,7 +250,9 @@ class HuggingFaceModel:
 
 
 def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[str] = ()) -> HuggingFaceModel:
-    """Open a Hugging Face model and check all of it using only the headers.
+    """Open a Hugging Face model and check its tensors by the files' headers.
+
+    Copies of embedding and head are read, since they must equal the original. `model.mtp` is dropped if no file has its layers.
 
     Args:
         folder: folder with config.json and safetensors, or a `.gguf` file.
@@ -258,7 +261,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
 
     Raises:
         ConfigError: the family or some features are not supported; the error names them.
-        CheckpointError: the weights are pickles; or files are missing, damaged, or belong to another model.
+        CheckpointError: the weights are pickles, or GGUF in a folder; or files are missing, damaged, or of another model.
     """
     if (ggufs := sorted(folder.glob("*.gguf"))) and not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has its weights as GGUF: give the path of one file, such as {ggufs[0]}.")
@@ -333,7 +336,7 @@ class Export:
     def tensors(
         self, on_tensor: Callable[[int], None] = lambda num_bytes: None, which: WhichWeights = "trained"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield their tensors' names and values, with one exchange in memory at a time.
+        """Yield their tensors' names and values in the saved dtype, one exchange in memory at a time.
 
         `on_tensor` receives the number of bytes read from the checkpoint.
         """
@@ -349,7 +352,7 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
     Args:
         candidate: checkpoint in any layout; only its weights are read.
         family: family that can express the model (see `family_of` in config.py).
-        dtype: target dtype; None keeps each tensor's saved dtype (masters are fp32 or float64).
+        dtype: target dtype, though a bias for choosing experts stays at least fp32; None keeps the saved fp32 or float64.
 
     Raises:
         CheckpointError: the tensors do not match the checkpoint's model section.
@@ -458,7 +461,7 @@ def _is_left_out(name: str, model: ModelConfig, family: Family) -> bool:
 
 
 def _is_same(files: Files, name: str, other: str) -> bool:
-    """Whether two tensors have the same bits."""
+    """Whether two tensors have the same shape, dtype and bits. False if `other` is missing."""
     one, two = files.tensors[name], files.tensors.get(other)
     if two is None or (one.shape, one.dtype) != (two.shape, two.dtype):
         return False

@@ -25,7 +25,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """Constants of Llama 3's RoPE scaling in Megatron-Core's `RotaryEmbedding._apply_scaling`; only the factor is an argument."""
 
 LISTS_BY_LAYER = ("window_attn_skip_freq", "no_rope_freq")
-"""Arguments with one flag per layer."""
+"""Arguments that are one flag per layer, or a period in layers."""
 
 LISTS = ("window_size", *LISTS_BY_LAYER)
 """Arguments that may be lists or tuples of integers."""

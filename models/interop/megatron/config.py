@@ -142,7 +142,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
         source: origin of the arguments, for messages.
 
     Raises:
-        ConfigError: arguments are missing or switch on unsupported features.
+        ConfigError: arguments are missing, illegal or switch on unsupported features.
     """
     problems = [
         f"{name} is missing; the model has no shape without it." for name in _REQUIRED if args.get(name) is None
@@ -194,6 +194,9 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
     """Convert the arguments to `train`, `optimizer` and `precision` sections.
 
     Also returns notes on arguments without an equal counterpart in these sections.
+
+    Raises:
+        TypeError: a length, size or rate of the schedule is no number below 2^63.
     """
     notes = []
     train, optimizer = (
@@ -286,7 +289,11 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def megatron_training_args(config: Config) -> dict[str, Any]:
-    """Convert the sections `train`, `optimizer` and `precision` to Megatron-LM's arguments."""
+    """Convert the sections `train`, `optimizer` and `precision` to Megatron-LM's arguments.
+
+    Raises:
+        ConfigError: an extension provides the learning-rate schedule.
+    """
     optimizer, dtype = config.optimizer, config.precision.dtype
     args = {theirs: getattr(config.train, ours) for theirs, ours in _TRAIN.items()}
     args |= {theirs: getattr(optimizer, ours) for theirs, ours in _OPTIMIZER.items()}
@@ -396,6 +403,6 @@ def _activation(args: Args) -> str:
 
 
 def _tokens(args: Args) -> int | None:
-    """Read the tokenizer's number of tokens, or None if it is not given."""
+    """Read the tokenizer's number of tokens, or None if it is not given. A NullTokenizer has one more than `vocab_size`."""
     vocab_size = args.get("vocab_size")
     return vocab_size + 1 if vocab_size and args.get("tokenizer_type") == "NullTokenizer" else vocab_size

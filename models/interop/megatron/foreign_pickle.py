@@ -98,7 +98,7 @@ def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source:
 
     Raises:
         CheckpointError: same cases as `read_pickle`; or the content is not such an archive, is in torch's old format without a zip
-            file, or unpacks to more than its length.
+            file, has compressed entries, or unpacks to more than its length.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -283,7 +283,7 @@ class _Reader(pickle._Unpickler):
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Replacement for `_codecs.encode`, with which old pickles write bytes."""
+    """Replacement for `_codecs.encode`, with which old pickles write bytes. Only Latin-1, UTF-8 and ASCII are accepted."""
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise pickle.UnpicklingError(f"the encoding {shown(encoding)}")
     return text.encode(encoding)
@@ -301,7 +301,7 @@ def _rebuild_tensor(
 
 
 def _layout(name: Any) -> str:
-    """Replacement for `torch.serialization._get_layout`, which returns the name as it is."""
+    """Replacement for `torch.serialization._get_layout`. Returns the layout's name, and refuses anything but text."""
     if not isinstance(name, str):
         raise pickle.UnpicklingError(f"{shown(name)} where the name of a layout belongs")
     return name

@@ -90,10 +90,10 @@ class MegatronRates(NamedTuple):
 def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
     """Build the schedule that Megatron-LM derives from its arguments.
 
-    None if the arguments lack the run's length, batch size or rate.
+    None if the arguments lack the run's length, batch size, sample length or rate.
 
     Raises:
-        TypeError: an argument is not a finite number.
+        TypeError: a length, size or rate is no number below 2^63.
     """
     for name in _NUMBERS:
         value = args.get(name)
@@ -121,10 +121,11 @@ def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
 def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Convert the arguments to `optimizer` fields.
 
-    Also returns notes on how our rates will differ from Megatron-LM's.
+    Also returns notes on how our rates will differ from Megatron-LM's. The fields are {} if the style is not built or the
+    arguments do not give a schedule. The note then says so.
 
     Raises:
-        TypeError: an argument is not a finite number.
+        TypeError: a length, size or rate is no number below 2^63.
     """
     there = megatron_rates(args)
     for name, known in (("lr_decay_style", STYLES), ("lr_wsd_decay_style", WSD_STYLES)):
@@ -193,7 +194,7 @@ def schedule_args(config: Config) -> dict[str, Any]:
 def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
     """Build notes on how the learning rates from `args` differ from the config's.
 
-    `args` are Megatron-LM's arguments for the whole run.
+    `args` are Megatron-LM's arguments for the whole run. For a run with phases, the only note is that nothing was compared.
     """
     if config.phases:
         return [

@@ -25,6 +25,8 @@ from triaxis.models.interop.megatron.schedule import schedule_args
 def training_state(source: TorchDist) -> TrainingState:
     """Read the training state from which a run continues.
 
+    Its `lr` is the highest of the parameter groups.
+
     Raises:
         CheckpointError: the iteration, samples, Adam's step or learning rate is missing or invalid; or an fp16 run's loss scale is
             invalid.
@@ -61,6 +63,7 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the optimizer is not AdamW, or the config has `optimizer.groups`.
+        ConfigError: an extension provides the learning-rate schedule.
     """
     optimizer = config.optimizer
     if optimizer.name != "adamw":
@@ -149,7 +152,10 @@ def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def _loss_scale(source: TorchDist) -> LossScaleRecord | None:
-    """Read the state of Megatron-Core's DynamicGradScaler. None if there is no scaler or a constant scale."""
+    """Read the state of Megatron-Core's DynamicGradScaler.
+
+    None if the run is not fp16, has no scaler or has a constant scale.
+    """
     held = source.common.get("optimizer")
     scaler = held.get("grad_scaler") if isinstance(held, dict) and source.args.get("fp16") else None
     if scaler is None:

@@ -149,7 +149,7 @@ class _Place:
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """List every parameter in the model, in forward order."""
+    """Yield Megatron-Core's parameters for the model, in our forward order. Our q and kv are one parameter there."""
     specs = {spec.name: spec.shape for spec in model_specs(model)}
     for name, shape in specs.items():
         layer, ahead, short = None, None, name
@@ -179,6 +179,8 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
     """Check that a checkpoint has the model's tensors, and no other weights.
+
+    It needs the weights themselves, and tensors of each kind in `prefixes`.
 
     Raises:
         CheckpointError: tensors are missing, unknown, or have the wrong shape.
@@ -210,7 +212,8 @@ def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
 def optimizer_format(source: TorchDist) -> str | None:
     """Find the storage format of the optimizer state, as Megatron-Core spells it.
 
-    None if the checkpoint has no optimizer state.
+    None if the checkpoint has no optimizer state. If no format is recorded, the result is fully_reshardable with moments by
+    parameter name, else unknown.
     """
     keys = (*source.tensors, *source.objects)
     if not any(key.startswith("optimizer.") or ".optimizer." in key for key in keys):
@@ -287,7 +290,7 @@ def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> 
 def export_chunks(
     read: Callable[[str, Kind], torch.Tensor], model: ModelConfig, *, dtype: torch.dtype | None, has_moments: bool
 ) -> Iterator[OutgoingChunk]:
-    """Yield Megatron-Core's tensors, one chunk per parameter and layer.
+    """Yield Megatron-Core's tensors, one chunk per parameter, layer and kind.
 
     Args:
         read: function (name, kind) -> our whole logical tensor.

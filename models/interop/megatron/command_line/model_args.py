@@ -30,7 +30,9 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
 def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
-    """Build the `model` section, or add problems to `parsed` and return {}.
+    """Build the `model` section, and add problems and missing features to `parsed`.
+
+    The result is {} if a required argument is missing or `model_section` refuses the arguments.
 
     Args:
         vocab_size: number of tokens in the tokenizer; None takes it from the arguments.
@@ -84,7 +86,10 @@ def _completed(args: Fields) -> Fields:
 
 
 def _positions_have_rows(parsed: Parsed, args: Fields) -> None:
-    """Check that --max-position-embeddings fits the sample length. Problems are added to `parsed`."""
+    """Check that --max-position-embeddings, if given, is at least --seq-length.
+
+    With learned positions, both must be equal. Too few positions are added to `parsed.problems`, too many to `parsed.missing`.
+    """
     rows = args["max_position_embeddings"]
     is_learned = args["position_embedding_type"] == "learned_absolute"
     if rows is not None and rows < args["seq_length"]:
@@ -100,7 +105,10 @@ def _positions_have_rows(parsed: Parsed, args: Fields) -> None:
 
 
 def _read_latents(parsed: Parsed, args: Fields, model: Fields) -> None:
-    """Add `mla` and its RoPE fields to `model`."""
+    """Add `mla` and YaRN's `rope_scaling` to `model`, and remove `head_dim` and `num_kv_heads`.
+
+    Problems and missing features are added to `parsed`.
+    """
     if args["group_query_attention"]:
         parsed.problems.append(
             "--group-query-attention with --multi-latent-attention: Megatron-LM refuses both. Remove one."
@@ -143,7 +151,7 @@ def _magnitudes(factor: float, mscale: float, all_dim: float) -> Fields:
 
 
 def _read_experts(parsed: Parsed, args: Fields, model: Fields) -> None:
-    """Add `moe` and `layers` to `model`."""
+    """Add `moe` and `layers` to `model`. Problems and missing features are added to `parsed`."""
     width = args["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
     top_k, score = args["moe_router_topk"], args["moe_router_score_function"]
     if score not in ("softmax", "sigmoid"):
@@ -197,7 +205,7 @@ def _read_groups(parsed: Parsed, args: Fields, moe: Fields) -> None:
 
 
 def _balance(parsed: Parsed, args: Fields) -> Fields:
-    """Build the `balance` section. Loss terms that depend on the layout are recorded in `parsed` as without a counterpart."""
+    """Build the `balance` section. Loss terms other than `seq_aux_loss` are added to `parsed.missing`."""
     balance: Fields = {}
     if args["moe_router_enable_expert_bias"]:
         balance["bias_rate"] = args["moe_router_bias_update_rate"]
@@ -232,7 +240,8 @@ def _balance(parsed: Parsed, args: Fields) -> Fields:
 def _expert_layers(parsed: Parsed, given: Any, num_layers: int) -> list[str]:
     """List each layer's kind, "moe" or "dense".
 
-    A number n in `given` puts experts on every n-th layer, starting with the first. A list has a flag for each layer.
+    A number n in `given` puts experts on every n-th layer, starting with the first. A list has a flag for each layer. Anything
+    else is added to `parsed.problems`.
     """
     if isinstance(given, int) and given > 0:
         flags = [int(layer % given == 0) for layer in range(num_layers)]

@@ -99,7 +99,8 @@ def _stages(parsed: Parsed, pp: int) -> Fields:
 def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> Fields:
     """Build `layers_per_stage` for a pipeline whose first or last stage differs.
 
-    `more` is 1 for the embedding and the loss if they count as a layer of the first and the last stage, else 0.
+    `more` is 1 for the embedding and the loss if they count as a layer of the first and the last stage, else 0. The result is {},
+    with a problem, if the layers cannot be divided so.
     """
     args = parsed.args
     first, last = args["decoder_first_pipeline_num_layers"], args["decoder_last_pipeline_num_layers"]
@@ -129,7 +130,8 @@ def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> 
 def _listed_stages(parsed: Parsed, pp: int) -> Fields:
     """Build `vpp` and `layers_per_stage` from a layout string.
 
-    t is a layer, E the embedding, m a multi-token prediction layer and L the loss. | separates stages; (..)*n and t*n repeat.
+    t is a layer, E the embedding, m a multi-token prediction layer and L the loss. | separates stages; (..)*n and t*n repeat. Only
+    the places of t are used.
     """
     given = parsed.args["pipeline_model_parallel_layout"]
     text = re.sub(r"[\s,]", "", given)
@@ -231,7 +233,7 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
 
 
 def _blend(parsed: Parsed, name: str) -> list[dict[str, Any]]:
-    """Build data sources from the words weight, path, weight, path .., or one path."""
+    """Build data sources from the words weight, path, weight, path .., or one path. Other words give [] and a problem."""
     words = parsed.args[name]
     if len(words) == 1:
         return [{"path": words[0]}]

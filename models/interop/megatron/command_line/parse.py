@@ -92,8 +92,9 @@ def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
     """Parse the words of a command line, and collect problems in the result.
 
     Args:
-        words: words from `words_of`; those up to and including pretrain_gpt.py are skipped.
-        ignored: names of arguments, without leading dashes, to skip with all their values if they are not supported.
+        words: words from `words_of`; a launcher and the script's name, such as pretrain_gpt.py, are skipped.
+        ignored: names of arguments, without leading dashes, to skip with all their values if unknown. Those without effect or
+            counterpart may then have any number of values.
     """
     parsed = Parsed({flag.dest: flag.default for flag in FLAGS.values()})
     values: dict[str, list[str]] = {}
@@ -135,7 +136,7 @@ def _split(text: str, source: str) -> list[str]:
 
 
 def _without_launcher(words: Sequence[str]) -> Sequence[str]:
-    """Drop the words up to and including the script's name, if there is a script."""
+    """Drop the words up to and including the first .py word, if no supported argument precedes it."""
     script = next(
         (place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None
     )
@@ -144,7 +145,7 @@ def _without_launcher(words: Sequence[str]) -> Sequence[str]:
 
 
 def _by_name(words: Sequence[str], problems: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each argument's name without dashes, and its values."""
+    """Yield each argument's name without dashes, and its values. Words before the first name are a problem."""
     name: str | None = None
     found: list[str] = []
     strays = []
@@ -165,7 +166,7 @@ def _by_name(words: Sequence[str], problems: list[str]) -> Iterator[tuple[str, l
 
 
 def _read(flag: Flag, found: list[str], parsed: Parsed) -> None:
-    """Store a supported argument's value in `parsed`."""
+    """Store a supported argument's value in `parsed.args`, or add a problem."""
     arity: Arity = "" if flag.kind in SWITCHES else "+" if flag.kind in MANY else "="
     if wrong := _wrong_number(flag.name, arity, found):
         parsed.problems += wrong

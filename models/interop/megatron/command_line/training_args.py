@@ -124,7 +124,10 @@ _FP8_FORMATS = {"tensorwise": ("hybrid", "e4m3"), "blockwise": ("e4m3",), "mxfp8
 
 
 def _fp8(parsed: Parsed, args: Fields) -> Fields:
-    """Build the `fp8` section, empty without --fp8-format."""
+    """Build the `fp8` section, empty without --fp8-format.
+
+    It is empty too if the recipe or format is not built. `parsed.missing` then says why.
+    """
     asked, recipe = args["fp8_format"], args["fp8_recipe"]
     if asked is None:
         return {}
