@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from triaxis.engine.config.earlier import RENAMED
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.sharding_names import SHARDING_ALWAYS_ON, SHARDING_NAMES, SHARDING_NOT_BUILT
 from triaxis.engine.config.tree import Config
 
 FOREIGN_NAMES = {
@@ -24,7 +25,6 @@ FOREIGN_NAMES = {
     "num_virtual_stages_per_pipeline_rank": "parallel.vpp",
     "num_layers_per_virtual_pipeline_stage": "parallel.vpp (a number of chunks, not of layers)",
     "data_parallel_size": "parallel.dp",
-    "zero_stage": "parallel.zero",
     "fsdp": "parallel.zero=3",
     "use_megatron_fsdp": "parallel.zero=3",
     "use_torch_fsdp2": "parallel.zero=3",
@@ -233,6 +233,7 @@ FOREIGN_NAMES = {
     "data_parallel_shard_degree": "parallel.dp_replicas (dp / shard degree)",
     "local_batch_size": "train.micro_batch_size",
     "seq_len": "model.seq_length",
+    **SHARDING_NAMES,
     # Optimizers
     **{
         theirs: f"optimizer.{ours}"
@@ -316,6 +317,7 @@ ALWAYS_ON = {
     "overlap_param_gather": "parameters are always gathered under the next forward",
     "use_mcore_models": "there is one model",
     "accumulate_allreduce_grads_in_fp32": "gradients always accumulate in at least fp32",
+    **SHARDING_ALWAYS_ON,
 }
 """Foreign switches for behaviour that is always on here."""
 
@@ -323,6 +325,7 @@ NOT_BUILT = {
     "fp4": "FP4",
     "cuda_graphs": "CUDA graphs",
     "enable_cuda_graph": "CUDA graphs",
+    **SHARDING_NOT_BUILT,
 }
 """Features that are not built yet, by the keys that ask for them; a key is the last part of a name or a whole dotted name."""
 
@@ -384,9 +387,10 @@ def _depth(field: str) -> int:
     return field.count(".")
 
 
-def has_our_name(dotted: str) -> bool:
-    """Whether `FOREIGN_NAMES` translates another engine's key."""
-    return dotted in FOREIGN_NAMES or dotted.rpartition(".")[2] in FOREIGN_NAMES
+def is_foreign(dotted: str) -> bool:
+    """Whether another engine's key is in a table of this module."""
+    tables: tuple[Mapping[str, str], ...] = (FOREIGN_NAMES, ALWAYS_ON, NOT_BUILT)
+    return any(dotted in table or dotted.rpartition(".")[2] in table for table in tables)
 
 
 def unknown_key(dotted: str, origin: str | None = None) -> str:

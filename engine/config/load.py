@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from triaxis.engine.config.earlier import translated
 from triaxis.engine.config.extension_section import extension_problem, placed
-from triaxis.engine.config.foreign_names import AND_FIELD, has_our_name, our_value, unknown_key
+from triaxis.engine.config.foreign_names import AND_FIELD, is_foreign, our_value, unknown_key
 from triaxis.engine.config.phases import PhaseFields, fields_of, get_field, put_fields, refused_field
 from triaxis.engine.config.section import Rule, Section
 from triaxis.engine.config.shipped import config_path, nearest_names
@@ -327,7 +327,7 @@ def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[s
         value, dotted = tree[key], f"{prefix}{key}"
         # Another engine's section (DeepSpeed's `fp16:`) may hold keys that have names here.
         inside = [f"{dotted}.{name}" for name in value] if isinstance(value, dict) else []
-        for each in (dotted, *islice(filter(has_our_name, inside), MOST_UNKNOWN)):
+        for each in (dotted, *islice(filter(is_foreign, inside), MOST_UNKNOWN)):
             reading.problems.append(unknown_key(brief(each), reading.origins.get(each)))
     if more := unknown[MOST_UNKNOWN:]:
         place = f"section {prefix[:-1]}" if prefix else "the top level"
