@@ -13,7 +13,7 @@ Predictions assume balanced routing. They do not cover operator workspace, CUDA'
 MARGIN of the memory stays free.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import floor
 
@@ -61,34 +61,35 @@ class ChosenLayout:
     usable_bytes: int
 
 
-def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
+def choose_layout(config: Config, machine: Machine, kept: Collection[str] = ()) -> ChosenLayout:
     """Choose the layout for a run on all ranks of a machine.
 
     Args:
-        config: run with one sample per microbatch; `parallel` and `recompute` are replaced. Each pipeline's samples per step are
-            rounded to four binary digits, and are at least pp.
+        config: the run; the sizes in `parallel`, and `recompute`, are replaced. Each pipeline's microbatches per step are rounded
+            to four binary digits, and are at least pp. Microbatches may grow.
         machine: the ranks and their memory.
+        kept: batch sizes in `train` that stay as they are: `global_batch_size`, `micro_batch_size`.
 
     Raises:
         ConfigError: the config breaks a rule even with tp=1 and pp=1, or no layout fits. If none fits, the message names the layout
             that needs least memory.
     """
-    alone = _with_layout(config, machine, tp=1, pp=1, sequence_parallel=False)
+    alone = _with_layout(config, machine, kept, tp=1, pp=1, sequence_parallel=False)
     require_legal(alone, "the run with tp=1 pp=1", machine.num_ranks, machine.ranks_per_node)
     usable_bytes = floor(machine.memory_bytes * (1 - MARGIN))
     too_large: list[_Least] = []
     for size in _model_sizes(config, machine):
-        least = [_Least.of(trial, machine) for trial in legal_layouts(config, machine, size)]
+        least = [_Least.of(trial, machine) for trial in legal_layouts(config, machine, size, kept)]
         found = [one for each in least if (one := _fit(each, machine, usable_bytes)) is not None]
         if found:
             best = min(found, key=lambda one: (_WEIGHT[one.recompute.granularity], one.sizes.pp, one.sizes.tp))
-            return _with_larger_microbatches(best, machine)
+            return best if "micro_batch_size" in kept else _with_larger_microbatches(best, machine)
         too_large += least
-    raise _nothing_fits(config, machine, min(too_large, key=lambda each: each.held.total), usable_bytes)
+    raise _nothing_fits(config, machine, kept, min(too_large, key=lambda each: each.held.total), usable_bytes)
 
 
-def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Config]:
-    """Yield the run in every legal layout with tp x pp x ep = `size`.
+def legal_layouts(config: Config, machine: Machine, size: int, kept: Collection[str] = ()) -> Iterator[Config]:
+    """Yield the run in every legal layout with tp x pp x ep = `size`. The other arguments are those of `choose_layout`.
 
     With tp > 1, a layout has sequence parallelism unless only plain tp is legal.
     """
@@ -96,7 +97,7 @@ def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Confi
         if tp * pp * ep != size:
             continue
         for sequence_parallel in (True, False) if tp > 1 else (False,):
-            trial = _with_layout(config, machine, tp=tp, pp=pp, ep=ep, sequence_parallel=sequence_parallel)
+            trial = _with_layout(config, machine, kept, tp=tp, pp=pp, ep=ep, sequence_parallel=sequence_parallel)
             if not broken_keys(Subject(trial, machine.num_ranks, machine.ranks_per_node), RULES):
                 yield trial
                 break
@@ -123,10 +124,14 @@ def _model_sizes(config: Config, machine: Machine) -> list[int]:
     return sorted({tp * pp * ep for tp, pp, ep in _model_cuts(config, machine)})
 
 
-def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence_parallel: bool, ep: int = 1) -> Config:
+def _with_layout(
+    config: Config, machine: Machine, kept: Collection[str], *, tp: int, pp: int, sequence_parallel: bool, ep: int = 1
+) -> Config:
     """Build the run's configuration in a layout, without recomputation. The global batch is rounded as in `choose_layout`."""
     dp = machine.num_ranks // (tp * pp)
-    num_microbatches = max(pp, four_digits(config.train.global_batch_size / dp))
+    batch, each = config.train.global_batch_size, config.train.micro_batch_size * dp
+    if "global_batch_size" not in kept:
+        batch = max(pp, four_digits(batch / each)) * each
     layout: dict[str, object] = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": 1}
     layout |= {"sequence_parallel": sequence_parallel, "layers_per_stage": None}
     dispatch = "all_to_all" if ep > 1 else "auto"
@@ -139,7 +144,7 @@ def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence
             "kernels": config.kernels.model_copy(update={"dispatch": dispatch}),
             "precision": precision,
             "recompute": RecomputeConfig(),
-            "train": config.train.model_copy(update={"global_batch_size": num_microbatches * dp}),
+            "train": config.train.model_copy(update={"global_batch_size": batch}),
             "runtime": config.runtime.model_copy(update={"ranks_per_node": machine.ranks_per_node}),
         }
     )
@@ -206,13 +211,15 @@ def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenL
     return _with_larger_microbatches(larger, machine)
 
 
-def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes: int) -> ConfigError:
+def _nothing_fits(
+    config: Config, machine: Machine, kept: Collection[str], least: _Least, usable_bytes: int
+) -> ConfigError:
     """Build the error that names the layout with the least memory and how much it lacks."""
     held = least.held
     state = held.parameters + held.gradients + held.optimizer
     ways = ["a machine with more memory", "GPUs (--gpus 8x80GB)"]
     if machine.is_gpu:
-        enough = _enough_gpus(config, machine, usable_bytes)
+        enough = _enough_gpus(config, machine, kept, usable_bytes)
         given = f"{machine.memory_bytes / GB:g}GB"
         ways = ["GPUs with more memory"] + ([] if enough is None else [f"more of them (--gpus {enough}x{given})"])
     ways += ["a shorter sequence (--seq-length)"] if state < usable_bytes else []
@@ -227,7 +234,7 @@ def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes:
     )
 
 
-def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | None:
+def _enough_gpus(config: Config, machine: Machine, kept: Collection[str], usable_bytes: int) -> int | None:
     """Double the machine's GPUs until some layout fits, and return their number. None: 128 times as many GPUs are too few."""
     for count in (machine.num_ranks * 2**doublings for doublings in range(1, 8)):
         if count > GPUS_PER_NODE and count % GPUS_PER_NODE:
@@ -235,7 +242,7 @@ def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | N
         larger = gpus(count, machine.memory_bytes)
         # From the largest model-parallel size down: the largest holds least.
         for size in reversed(_model_sizes(config, larger)):
-            trials = legal_layouts(config, larger, size)
+            trials = legal_layouts(config, larger, size, kept)
             if any(_Least.of(trial, larger).held.total <= usable_bytes for trial in trials):
                 return count
     return None

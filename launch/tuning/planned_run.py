@@ -6,7 +6,7 @@ Steps = tokens / (global batch x seq_length), rounded up. The global batch is th
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -22,9 +22,20 @@ from triaxis.engine.errors import DataError
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.tuning.choose_layout import MARGIN, ChosenLayout, choose_layout
 from triaxis.launch.tuning.machine import Machine
-from triaxis.launch.tuning.recipe import LAST_SHARE, LEAST_STEPS, WARM_UP_SHARE, TrainingRecipe, recipe, warm_up_steps
+from triaxis.launch.tuning.recipe import (
+    LAST_SHARE,
+    LEAST_STEPS,
+    WARM_UP_SHARE,
+    TrainingRecipe,
+    last_rate,
+    recipe,
+    warm_up_steps,
+)
 from triaxis.models.predict.fit import Devices, memory_line, memory_rule
 from triaxis.models.specs import num_parameters
+
+Given = Mapping[str, Mapping[str, tuple[Any, str]]]
+"""Section -> field -> (value, where it comes from): values of another engine's configuration that a planned run keeps."""
 
 VALIDATION_SPLIT = (0.99, 0.01, 0.0)
 EVAL_STEPS = 4
@@ -46,6 +57,7 @@ class PlannedRun:
         num_tokens: requested training tokens.
         corpus_tokens: tokens in the training corpus; None: the run has random tokens.
         evidence: evidence that the tokenizer prepared the corpus, in a few words.
+        given: values that were kept, in place of the recipe's.
     """
 
     config: Config
@@ -56,6 +68,7 @@ class PlannedRun:
     num_tokens: int
     corpus_tokens: int | None
     evidence: str
+    given: Given = field(default_factory=dict)
 
     @property
     def tokens_per_step(self) -> int:
@@ -82,6 +95,7 @@ def plan_run(
     weights: Path | None,
     num_tokens: int,
     machine: Machine,
+    given: Given | None = None,
 ) -> PlannedRun:
     """Plan a run for a model.
 
@@ -93,6 +107,7 @@ def plan_run(
         weights: checkpoint folder to start from; None: the run starts from scratch.
         num_tokens: training tokens; the run trains on them in whole steps, rounded up.
         machine: machine that the layout is for.
+        given: values to keep in place of the recipe's; with `train.steps` the run has so many steps.
 
     Raises:
         ConfigError: no layout fits the machine, or the model breaks a rule.
@@ -104,7 +119,12 @@ def plan_run(
             f"{corpus.prefix} has {corpus.num_tokens:,} tokens, and a sample takes {model.seq_length + 1:,}: there is nothing to "
             "learn from. Prepare a larger corpus, or give a shorter --seq-length."
         )
+    given = given or {}
+    kept = {name: {key: value for key, (value, _) in fields.items()} for name, fields in given.items()}
+    num_steps = kept.get("train", {}).pop("steps", None)
     taken = recipe(num_parameters(model), num_tokens, model.seq_length)
+    lr = kept.get("optimizer", {}).get("lr", taken.lr)
+    optimizer = {"lr": lr, "min_lr": last_rate(lr)} | kept.pop("optimizer", {})
     wished = Config.model_validate(
         {
             **sections,
@@ -115,36 +135,39 @@ def plan_run(
                 "split": _split(corpus, model.seq_length),
                 "tokenizer": tokenizer,
             },
-            "train": {"tokens": num_tokens, "global_batch_size": taken.samples_per_step},
-            "optimizer": {"lr": taken.lr, "min_lr": taken.min_lr},
-            "precision": {"dtype": "bf16" if machine.is_gpu else "fp32"},
+            "train": {"tokens": num_tokens, "global_batch_size": taken.samples_per_step} | kept.pop("train", {}),
+            "optimizer": optimizer,
+            "precision": {"dtype": "bf16" if machine.is_gpu else "fp32"} | kept.pop("precision", {}),
+            **kept,
             "checkpoint": {} if weights is None else {"load": str(weights.absolute()), "load_what": "weights"},
         }
     )
-    chosen = choose_layout(wished, machine)
+    chosen = choose_layout(wished, machine, given.get("train", {}))
     corpus_tokens = None if corpus is None else corpus.num_tokens
-    return PlannedRun(
-        _with_length(chosen.config, machine), sections, chosen, taken, machine, num_tokens, corpus_tokens, evidence
-    )
+    final = _with_length(chosen.config, machine, num_steps, "warmup_steps" in optimizer)
+    if num_steps is not None:
+        num_tokens = num_steps * final.train.global_batch_size * model.seq_length
+    return PlannedRun(final, sections, chosen, taken, machine, num_tokens, corpus_tokens, evidence, given)
 
 
-def _with_length(config: Config, machine: Machine) -> Config:
-    """Replace the run's number of tokens by a number of steps.
+def _with_length(config: Config, machine: Machine, num_steps: int | None, has_warmup: bool) -> Config:
+    """Replace the run's number of tokens by a number of steps; None takes those of its tokens.
 
-    Warm-up, saves and validations are set to match.
+    Saves and validations are set to match, and the warm-up unless the run `has_warmup`.
 
     Raises:
         ConfigError: the configuration breaks a rule, or a rank would exceed the machine's memory.
     """
-    num_steps = planned_steps(config)
+    num_steps = num_steps or planned_steps(config)
     assert num_steps is not None, "the run has its tokens"
+    warmup_steps = config.optimizer.warmup_steps if has_warmup else warm_up_steps(num_steps)
     interval = max(1, min(num_steps // PARTS, MOST_STEPS_BETWEEN))
     validates = config.data.split[1] > 0 and not config.data.synthetic
     final = config.model_copy(
         update={
             "train": config.train.model_copy(update={"steps": num_steps, "tokens": None}),
             "eval": config.eval.model_copy(update={"interval": interval if validates else None, "steps": EVAL_STEPS}),
-            "optimizer": config.optimizer.model_copy(update={"warmup_steps": warm_up_steps(num_steps)}),
+            "optimizer": config.optimizer.model_copy(update={"warmup_steps": warmup_steps}),
             "checkpoint": config.checkpoint.model_copy(update={"interval": interval}),
         }
     )
@@ -183,7 +206,7 @@ def to_commented_yaml(run: PlannedRun, heading: str) -> str:
         described = {field: kind.model_fields[field].description for field in own}
         lines += _section(run, name, {**described, **(_dispatch(run) if name == "kernels" else {})})
     for name, (fields, *remarks) in _chosen_sections(run).items():
-        lines += _section(run, name, fields, *remarks)
+        lines += _section(run, name, {**fields, **_origins(run, name)}, *remarks)
     return "\n".join(lines) + "\n"
 
 
@@ -193,7 +216,6 @@ def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
     Returns:
         Each section's (fields with comments, then the remarks above the fields).
     """
-    which = "first in its table that is as large" if run.recipe.is_as_large else "largest in its table"
     sizes = "tp x pp x ep" if run.config.model.has_experts else "tp x pp"
     has_kernels = bool(_dispatch(run)) and "kernels" not in run.own_fields
     return {
@@ -209,15 +231,7 @@ def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
         ),
         **({"kernels": (_dispatch(run),)} if has_kernels else {}),
         "recompute": (_recompute(run),),
-        "optimizer": (
-            _optimizer(run),
-            f"The peak is that of GPT-3's {run.recipe.row.name}, the {which} (2005.14165, table 2.1),",
-            *(
-                ["warmed up again and decayed again, as in 2403.08763. A higher peak learns faster and forgets more."]
-                if run.config.checkpoint.load
-                else ["and so is the cosine to a tenth of it; the warm-up is a hundredth of the steps."]
-            ),
-        ),
+        "optimizer": (_optimizer(run), *_about_rates(run)),
         "precision": (_precision(run),),
         "checkpoint": (_checkpoint(run),),
         "runtime": (_runtime(run),),
@@ -237,8 +251,29 @@ def _section(run: PlannedRun, name: str, fields: Fields, *remarks: str) -> Itera
     yield ""
     yield from (f"# {remark}" for remark in remarks)
     yield f"{name}:"
-    for field, comment in fields.items():
-        yield from commented_lines(field, plain[field], comment, "  ")
+    for key, comment in fields.items():
+        yield from commented_lines(key, plain[key], comment, "  ")
+
+
+def _origins(run: PlannedRun, name: str) -> Fields:
+    """Return a section's kept fields, with the origin of each value."""
+    return {key: origin for key, (_, origin) in run.given.get(name, {}).items()}
+
+
+def _about_rates(run: PlannedRun) -> list[str]:
+    kept = run.given.get("optimizer", {})
+    if "lr_schedule" in kept and "lr" in kept:
+        return []
+    if "lr" in kept:
+        return ["The cosine to a tenth of the peak is GPT-3's; the warm-up is a hundredth of the steps."]
+    which = "first in its table that is as large" if run.recipe.is_as_large else "largest in its table"
+    peak = f"The peak is that of GPT-3's {run.recipe.row.name}, the {which} (2005.14165, table 2.1)"
+    if "lr_schedule" in kept:
+        return [f"{peak}."]
+    if run.config.checkpoint.load:
+        again = "warmed up again and decayed again, as in 2403.08763. A higher peak learns faster and forgets more."
+        return [f"{peak},", again]
+    return [f"{peak},", "and so is the cosine to a tenth of it; the warm-up is a hundredth of the steps."]
 
 
 def _about_data(run: PlannedRun) -> Iterator[str]:

@@ -78,11 +78,13 @@ def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> TrainingRec
     """
     row = next((row for row in GPT3 if row.num_parameters >= num_parameters), GPT3[-1])
     tokens_per_step = min(row.tokens_per_step, num_tokens // LEAST_STEPS)
-    # Rounded, since 6e-4 / 10 is not exact in binary.
-    min_lr = float(f"{row.lr / LAST_SHARE:.3g}")
-    return TrainingRecipe(
-        row, row.num_parameters >= num_parameters, max(1, tokens_per_step // seq_length), row.lr, min_lr
-    )
+    samples_per_step = max(1, tokens_per_step // seq_length)
+    return TrainingRecipe(row, row.num_parameters >= num_parameters, samples_per_step, row.lr, last_rate(row.lr))
+
+
+def last_rate(lr: float) -> float:
+    """Return the last step's learning rate for a peak, rounded: 6e-4 / 10 is not exact in binary."""
+    return float(f"{lr / LAST_SHARE:.3g}")
 
 
 def warm_up_steps(num_steps: int) -> int:
