@@ -7,6 +7,7 @@ The model comes from one of these sources:
     --size 125M                         a model with about that many parameters
     a command line of Megatron-LM       the run that it describes, and what has no counterpart here
 
+A ds_config.json of DeepSpeed, beside a model, gives batch sizes, ZeRO stage, precision, optimizer and schedule.
 All checks run before the first weight is copied. Only the YAML is printed on stdout.
 """
 
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -39,6 +41,8 @@ from triaxis.launch.start.command_line import CommandParser, add_ignore, add_jso
 from triaxis.launch.tuning.machine import this_machine, written_machine
 from triaxis.launch.tuning.model_of_size import model_of_size
 from triaxis.launch.tuning.planned_run import PlannedRun, plan_run, to_commented_yaml
+from triaxis.models.interop.deepspeed.convert import DeepSpeedRun, from_deepspeed
+from triaxis.models.interop.deepspeed.keys import entries, is_deepspeed
 from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over_notes, read_config_json
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.megatron.command_line.convert import from_command_line
@@ -54,6 +58,7 @@ EXAMPLES = """examples:
   triaxis new --from models/Qwen3-0.6B/config.json --data data/corpus/qwen > run.yaml
   triaxis new --from models/Qwen3-0.6B --weights --data data/corpus/qwen --tokens 20B > run.yaml
   triaxis new --from @megatron_args.txt --vocab-size 50257 > run.yaml
+  triaxis new --from ds_config.json --size 1.3B --gpus 8x80GB > run.yaml
 
 A corpus is made by: triaxis prepare --tokenizer FOLDER --input 'TEXT/*.jsonl' --output PREFIX
 Without --data the run has random tokens, for speed and memory. Without --tokens it has 20 for each parameter (2203.15556).
@@ -66,6 +71,7 @@ SIZE_SEQ_LENGTH = 2048
 SIZE_VOCABULARY = 50_257
 """GPT-3's sample length and vocabulary, used by --size if nothing else sets them."""
 TOKENS_PER_PARAMETER = 20
+HEAD_WIDTH = 118
 SHOWN_TOKENS = 24
 MOST_PASSES = 4
 REPEATED = (
@@ -75,7 +81,7 @@ OWN_SECTIONS = ("model", "kernels")
 """Sections that the model sets and overrides may change; all others follow from corpus, tokens and machine."""
 
 SIZE, CONFIG, HUGGING_FACE, MEGATRON = "--size", "a config", "a Hugging Face model", "a command line of Megatron-LM"
-"""Kinds of source."""
+"""Kinds of source for the model."""
 USELESS: Mapping[str, tuple[str, ...]] = {
     SIZE: ("weights", "ignore", "vocab_size"),
     CONFIG: ("weights", "ignore", "vocab_size"),
@@ -104,24 +110,30 @@ class _Model:
     found: "HuggingFaceModel | None" = None
 
 
+_DeepSpeed = tuple[str, dict[str, Any]]
+"""A DeepSpeed configuration: its path, and its content."""
+
+
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
-        "triaxis new (--from SOURCE [--weights] | --size N) [--data PREFIX] [--tokens N] [--gpus 8x80GB] [options] "
-        "[section.key=value ...] > run.yaml"
+        "triaxis new (--from SOURCE [--weights] | --size N) [--from ds_config.json] [--data PREFIX] [--tokens N] "
+        "[--gpus 8x80GB] [options] [section.key=value ...] > run.yaml"
     )
     parser.epilog = EXAMPLES
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="a field of the sections model or kernels"
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
+    parser.add_argument(
         "--from",
-        dest="source",
+        dest="sources",
+        action="append",
+        default=[],
         metavar="SOURCE",
         help="name or path of a config; a Hugging Face folder or config.json of "
-        f"{', '.join(FAMILIES)}; a command line of Megatron-LM in quotes, or @FILE with one",
+        f"{', '.join(FAMILIES)}; a command line of Megatron-LM in quotes, or @FILE with one; a ds_config.json of DeepSpeed, "
+        "beside --size or another --from",
     )
-    what.add_argument("--size", metavar="N", help="a model of about so many parameters, such as 125M or 7B")
+    parser.add_argument("--size", metavar="N", help="a model of about so many parameters, such as 125M or 7B")
     parser.add_argument("--data", metavar="PREFIX", help="the corpus: path of a .bin/.idx pair")
     parser.add_argument("--tokens", metavar="N", help="tokens to train on: 20B, 500M or 1_000_000")
     parser.add_argument(
@@ -154,15 +166,19 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError, CheckpointError or DataError if that is impossible.
     """
+    deepspeed = _take_deepspeed(args)
     kind = _kind(args)
-    refuse(_problems(args, kind))
+    refuse(_problems(args, kind, has_deepspeed=deepspeed is not None))
     if kind == MEGATRON:
         corpus = [] if args.data is None else ["--data-path", shlex.quote(args.data)]
         _print_config(args, from_command_line([args.source, *corpus], args.vocab_size, args.ignore))
         return 0
     machine = this_machine(os.environ) if args.gpus is None else written_machine(args.gpus)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    model = {SIZE: _of_size, CONFIG: _of_config, HUGGING_FACE: _of_hugging_face}[kind](args)
+    theirs, of_model = None, args
+    if deepspeed is not None:
+        theirs, of_model = _of_deepspeed(args, kind, deepspeed, machine.num_ranks)
+    model = {SIZE: _of_size, CONFIG: _of_config, HUGGING_FACE: _of_hugging_face}[kind](of_model)
     described = ModelConfig.model_validate(model.sections["model"])
     num_tokens = (
         TOKENS_PER_PARAMETER * num_parameters(described) if args.tokens is None else _number(args.tokens, "--tokens")
@@ -180,15 +196,17 @@ def run(args: argparse.Namespace) -> int:
         weights=out if args.weights else None,
         num_tokens=num_tokens,
         machine=machine,
+        given=None if theirs is None else theirs.fields,
     )
-    _show(console, args, model, match, planned)
+    notes = [] if theirs is None else theirs.notes
+    _show(console, args, [*model.notes, *notes], model.name, match, planned)
     if model.found is not None and model.folder is not None:
         if is_imported(model.found, model.folder, out):
             console.print(f"weights    {out}, imported before")
         else:
             import_weights(model.found, model.folder, out, "source", console)
             console.print(f"weights    {out}")
-    _print_config(args, to_commented_yaml(planned, _heading(args, model, planned)))
+    _print_config(args, to_commented_yaml(planned, _heading(args, model, planned, notes)))
     if not sys.stdout.isatty():
         console.print(f"train with the YAML on stdout:  {triaxis('train run.yaml')}")
     return 0
@@ -197,6 +215,54 @@ def run(args: argparse.Namespace) -> int:
 def _print_config(args: argparse.Namespace, text: str) -> None:
     print(text, end="", flush=True)
     print_json(args, read_yaml(text))
+
+
+def _take_deepspeed(args: argparse.Namespace) -> _DeepSpeed | None:
+    """Find DeepSpeed's configuration among `args.sources`; `args.source` becomes the model's source, or None for --size.
+
+    Raises:
+        ConfigError: the sources do not describe one model, or a file is no JSON.
+    """
+    read = [(source, _deepspeed_keys(source)) for source in args.sources]
+    found = [(source, keys) for source, keys in read if keys is not None]
+    others = [source for source, keys in read if keys is None]
+    models = [f"--from {brief(source)}" for source in others] + ([] if args.size is None else [f"--size {args.size}"])
+    problems = []
+    if len(found) > 1:
+        problems.append(
+            f"{' and '.join(source for source, _ in found)}: a run has one DeepSpeed configuration. Leave one out."
+        )
+    if len(models) > 1:
+        problems.append(f"{' and '.join(models)}: each describes a model, and a run has one. Leave the others out.")
+    if not models:
+        what = f"--from {found[0][0]}: a DeepSpeed configuration has no model" if found else "neither --from nor --size"
+        problems.append(
+            f"{what}: there would be nothing to train. Add a model: --size 125M, or --from with a config or a Hugging Face folder."
+        )
+    refuse(problems)
+    args.source = others[0] if others else None
+    return found[0] if found else None
+
+
+def _deepspeed_keys(source: str) -> dict[str, Any] | None:
+    """Read a source that is a configuration of DeepSpeed; None for any other source."""
+    if not source.endswith(".json") or not os.path.isfile(source):  # noqa: PTH113 - Path.is_file raises for an invalid name
+        return None
+    keys = read_config_json(Path(source))
+    return keys if is_deepspeed(keys) else None
+
+
+def _of_deepspeed(
+    args: argparse.Namespace, kind: str, deepspeed: _DeepSpeed, num_ranks: int
+) -> tuple[DeepSpeedRun, argparse.Namespace]:
+    """Read DeepSpeed's configuration. Also return the arguments for the model's source, without the keys ignored here."""
+    path, keys = deepspeed
+    own = {name.partition(".")[0] for name, _ in entries(keys)}
+    of_model = [name for name in args.ignore if kind == HUGGING_FACE and name.partition(".")[0] not in own]
+    theirs = from_deepspeed(keys, num_ranks, path, [name for name in args.ignore if name not in of_model])
+    if args.tokens is not None:
+        theirs.fields.get("train", {}).pop("steps", None)
+    return theirs, argparse.Namespace(**{**vars(args), "ignore": of_model})
 
 
 def _kind(args: argparse.Namespace) -> str:
@@ -213,10 +279,16 @@ def _path(args: argparse.Namespace) -> Path:
     return Path(args.source) if os.path.isdir(args.source) else config_path(args.source)  # noqa: PTH112
 
 
-def _problems(args: argparse.Namespace, kind: str) -> list[str]:
+def _problems(args: argparse.Namespace, kind: str, *, has_deepspeed: bool) -> list[str]:
     if kind in (CONFIG, HUGGING_FACE) and (why := why_no_path(args.source)):
         return [f"--from {brief(args.source)}: {why}"]
-    problems = [f"{option} with {kind}: it would do nothing. Leave it out." for option in typed(args, *USELESS[kind])]
+    useless = [name for name in USELESS[kind] if not (has_deepspeed and name == "ignore")]
+    problems = [f"{option} with {kind}: it would do nothing. Leave it out." for option in typed(args, *useless)]
+    if has_deepspeed and kind == MEGATRON:
+        problems.append(
+            "a DeepSpeed configuration with a command line of Megatron-LM: both say what the batches and the optimizer are. Leave "
+            "one out; the model may come from --size, a config or a Hugging Face folder."
+        )
     if args.overrides and (kind == MEGATRON or args.weights):
         what = "Megatron's words say all of the run" if kind == MEGATRON else "the weights are of the model as it is"
         problems.append(f"{' '.join(args.overrides)}: {what}. Give it to `triaxis train` instead.")
@@ -344,9 +416,10 @@ def _lasting_name(name: str, model: _Model, out: Path) -> str:
     return str(Path(name).absolute()) if Path(name).exists() else name
 
 
-def _heading(args: argparse.Namespace, model: _Model, planned: PlannedRun) -> str:
-    source = ["--size", args.size] if args.size is not None else ["--from", args.source]
-    words = ["triaxis", "new", *source, *(["--weights"] if args.weights else [])]
+def _heading(args: argparse.Namespace, model: _Model, planned: PlannedRun, notes: Sequence[str]) -> str:
+    words = ["triaxis", "new", *(word for source in args.sources for word in ("--from", source))]
+    words += ["--size", args.size] if args.size is not None else []
+    words += ["--weights"] if args.weights else []
     for option in ("data", "tokens", "gpus", "output", "seq_length"):
         if (value := getattr(args, option)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
@@ -358,23 +431,36 @@ def _heading(args: argparse.Namespace, model: _Model, planned: PlannedRun) -> st
             f"Made by:  {shlex.join(words)}",
             f"Check it with:  {triaxis('config check run.yaml')}",
             f"Train with:     {triaxis('train run.yaml')}",
+            *(
+                line
+                for note in notes
+                for line in wrap(note, HEAD_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            ),
         ]
     )
 
 
-def _show(console: Console, args: argparse.Namespace, model: _Model, match: Match | None, planned: PlannedRun) -> None:
+def _show(
+    console: Console,
+    args: argparse.Namespace,
+    notes: Sequence[str],
+    name: str,
+    match: Match | None,
+    planned: PlannedRun,
+) -> None:
     """Print the model, the corpus and the choices made."""
     config, chosen, sizes = planned.config, planned.chosen, planned.chosen.sizes
     usable = f"{memory_line(chosen.prediction)}; {chosen.usable_bytes / 10**9:,.1f} GB may be used"
+    has_steps = "steps" in planned.given.get("train", {})
     warm_up = f"{config.optimizer.warmup_steps:,} steps of warm-up"
     lines = [
-        ("model", f"{model.name}, {num_parameters(config.model):,} parameters"),
-        *(("note", note) for note in model.notes),
+        ("model", f"{name}, {num_parameters(config.model):,} parameters"),
+        *(("note", note) for note in notes),
         ("samples", f"of {config.model.seq_length:,} tokens (--seq-length)"),
         (
             "tokens",
             f"{planned.num_tokens:,}"
-            + ("" if args.tokens else f", {TOKENS_PER_PARAMETER} for each parameter (--tokens)"),
+            + ("" if args.tokens or has_steps else f", {TOKENS_PER_PARAMETER} for each parameter (--tokens)"),
         ),
         *_about_corpus(args.data, match, planned),
         ("machine", planned.machine.name),
@@ -384,8 +470,8 @@ def _show(console: Console, args: argparse.Namespace, model: _Model, match: Matc
         ("batch", str(batch_plan(config, sizes.dp))),
         ("lr", f"{config.optimizer.lr:g} after {warm_up}, {config.optimizer.min_lr:g} at the last step"),
     ]
-    for name, value in lines:
-        console.print(f"{name:<10} {value}")
+    for label, value in lines:
+        console.print(f"{label:<10} {value}")
 
 
 def _about_corpus(prefix: str | None, match: Match | None, planned: PlannedRun) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from triaxis.engine.config.training import DECAYS, OptimizerConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, shown
 from triaxis.engine.optimizer.lr import SHAPES, learning_rate
+from triaxis.models.interop.rate_notes import differing_rates
 
 STYLES = {
     "constant": "constant",
@@ -229,14 +230,4 @@ def rate_notes(args: Mapping[str, Any], optimizer: OptimizerConfig) -> list[str]
         for step in sorted(steps)
         if 0 <= step < num_steps
     }
-    tolerance = 1e-12 * abs(there.lr)
-    gaps = {step: gap for step, (one, other) in rates.items() if (gap := abs(one - other)) > tolerance}
-    if not gaps:
-        return []
-    largest = next(step for step, gap in gaps.items() if gap >= max(gaps.values()) - tolerance)
-    equal = next((step for step in rates if step > max(gaps)), None)
-    return [
-        f"the learning rate of step 1 is {rates[0][0]:g} in Megatron-LM and {rates[0][1]:g} here; of {num_steps:,} steps, step "
-        f"{largest + 1:,} differs most, by {gaps[largest]:g}: {rates[largest][0]:g} there, {rates[largest][1]:g} here"
-        + (f"; the rates are equal from step {equal + 1:,} on" if equal is not None else "")
-    ]
+    return differing_rates(rates, num_steps, there.lr, "Megatron-LM")

@@ -1,0 +1,1 @@
+"""Read DeepSpeed's configuration files."""
