@@ -32,6 +32,7 @@ from triaxis.models.gpt.attention import Attention
 from triaxis.models.gpt.chunk import GPTChunk
 from triaxis.models.gpt.context import Positions
 
+REPLICAS = Case("gpt", dp=2, num_layers=2)
 FULL = Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4)
 
 
@@ -245,11 +246,6 @@ DEEP = Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6)
 DOWN = Case("gpt", tp=2, dp=2, num_layers=2)
 PIPE = Case("gpt", pp=2, dp=2, num_layers=4)
 SMALL_PIPE = Case("gpt", pp=2, num_layers=2)
-REPLICAS = Case("gpt", dp=2, num_layers=2)
-
-
-def is_matrix(name: str) -> bool:
-    return name.startswith("layers.") and name.endswith(".weight") and not is_norm(name)
 
 
 def is_down(name: str) -> bool:
@@ -259,9 +255,6 @@ def is_down(name: str) -> bool:
 def is_embedding(name: str) -> bool:
     return name == "embedding.word.weight"
 
-
-REPLICAS = Case("gpt", dp=4, dp_replicas=2, num_layers=3)
-CUT_GRADIENTS = Case("gpt", dp=2, zero=2, num_layers=3)
 
 BUGS = (
     Bug(
@@ -457,52 +450,5 @@ BUGS = (
     *planted_experts.BUGS,
     *planted_ahead.BUGS,
     *planted_fp8.BUGS,
-    Bug(
-        planted_zero.a_microbatchs_sum_is_added_twice,
-        CUT_GRADIENTS,
-        "gradient",
-        is_matrix,
-        "dp",
-        "vanishes with dp=1, with zero=1",
-    ),
-    Bug(
-        planted_zero.a_slot_is_reused_before_its_sum_is_kept,
-        CUT_GRADIENTS,
-        "gradient",
-        is_matrix,
-        "dp",
-        "vanishes with dp=1, with zero=1",
-    ),
-    Bug(
-        planted_zero.a_layer_keeps_its_weights_of_the_step_before,
-        replace(CUT_GRADIENTS, zero=3),
-        "parameter",
-        is_matrix,
-        "dp",
-        "all-gather",
-    ),
-    Bug(
-        planted_zero.a_recomputed_layer_uses_what_its_slot_holds,
-        replace(CUT_GRADIENTS, zero=3, num_layers=4, recompute=("full", "uniform", 1)),
-        "output",
-        anything,
-        "dp",
-        "with zero=1",
-    ),
-    Bug(
-        planted_zero.an_owned_part_is_not_summed_over_replicas,
-        REPLICAS,
-        "gradient",
-        anything,
-        "dp",
-        "vanishes with dp=1, with dp_replicas=1",
-    ),
-    Bug(
-        planted_zero.gradient_norm_counts_replicas_of_the_state,
-        REPLICAS,
-        "gradient norm",
-        anything,
-        "dp",
-        "with dp_replicas=1",
-    ),
+    *planted_zero.BUGS,
 )

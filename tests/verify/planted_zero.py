@@ -3,10 +3,13 @@
 They are planted by name; see `planted.py`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tests.parity.cases import Case
+from tests.verify.bug import Bug, anything
 from triaxis.engine.optimizer.bucket import Bucket, ReplicaSums, Slot, WeightSlots
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
 from triaxis.models.gpt import chunk
@@ -91,3 +94,62 @@ def gradient_norm_counts_replicas_of_the_state() -> None:
         return square_sum(self)
 
     DistributedOptimizer.grad_square_sum = counted  # type: ignore[method-assign]
+
+
+def is_matrix(name: str) -> bool:
+    return name.startswith("layers.") and name.endswith(".weight") and ".norm." not in name
+
+
+HSDP = Case("gpt", dp=4, dp_replicas=2, num_layers=3)
+CUT_GRADIENTS = Case("gpt", dp=2, zero=2, num_layers=3)
+
+BUGS = (
+    Bug(
+        a_microbatchs_sum_is_added_twice,
+        CUT_GRADIENTS,
+        "gradient",
+        is_matrix,
+        "dp",
+        "vanishes with dp=1, with zero=1",
+    ),
+    Bug(
+        a_slot_is_reused_before_its_sum_is_kept,
+        CUT_GRADIENTS,
+        "gradient",
+        is_matrix,
+        "dp",
+        "vanishes with dp=1, with zero=1",
+    ),
+    Bug(
+        a_layer_keeps_its_weights_of_the_step_before,
+        replace(CUT_GRADIENTS, zero=3),
+        "parameter",
+        is_matrix,
+        "dp",
+        "all-gather",
+    ),
+    Bug(
+        a_recomputed_layer_uses_what_its_slot_holds,
+        replace(CUT_GRADIENTS, zero=3, num_layers=4, recompute=("full", "uniform", 1)),
+        "output",
+        anything,
+        "dp",
+        "with zero=1",
+    ),
+    Bug(
+        an_owned_part_is_not_summed_over_replicas,
+        HSDP,
+        "gradient",
+        anything,
+        "dp",
+        "vanishes with dp=1, with dp_replicas=1",
+    ),
+    Bug(
+        gradient_norm_counts_replicas_of_the_state,
+        HSDP,
+        "gradient norm",
+        anything,
+        "dp",
+        "with dp_replicas=1",
+    ),
+)

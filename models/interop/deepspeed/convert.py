@@ -115,6 +115,7 @@ def from_deepspeed(keys: Mapping[str, Any], num_gpus: int, source: str, ignored:
         found.problems.append(f"{STAGE} = {shown(stage)}: must be 0, 1, 2 or 3; no other stage exists. Correct it.")
     elif stage is not None:
         found.put("parallel.zero", max(1, int(stage)), f"{STAGE} = {stage}")
+    _offload(found)
     _precision(found)
     found.put("optimizer.clip_grad", found.number(CLIPPING, 1.0), CLIPPING)
     if found.fields.get("optimizer", {}).get("clip_grad", (None,))[0] == 0:
@@ -171,6 +172,21 @@ def _batches(found: _Keys, num_gpus: int) -> None:
     for ours, name, value in (("global_batch_size", BATCHES[0], batch), ("micro_batch_size", BATCHES[1], micro)):
         is_given = isinstance(found.entries.get(name), int)
         found.put(f"train.{ours}", value, name if is_given else f"from the other batch sizes and {num_gpus} GPUs")
+
+
+def _offload(found: _Keys) -> None:
+    """Read the place of the optimizer's state."""
+    name = "zero_optimization.offload_optimizer"
+    asked = found.value(name, {})
+    device = asked.get("device", "none") if isinstance(asked, Mapping) else asked
+    if found.switch("zero_optimization.cpu_offload"):
+        name, device = "zero_optimization.cpu_offload", "cpu"
+    if device == "cpu":
+        found.put("optimizer.offload", "cpu", name)
+    elif device not in (None, "none"):
+        found.left_out[name] = (
+            f"{shown(device)}: only host memory is built (optimizer.offload=cpu), and the state stays on the GPUs"
+        )
 
 
 def _precision(found: _Keys) -> None:

@@ -61,12 +61,9 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }
 """Key -> its topic, in the config's head."""
 
-_STATE_STAYS = "optimizer state stays on the device"
 _WEIGHTS_STAY = f"{NOT_BUILT['offload_param']} are not built: they stay on the device, cut by parallel.zero=3"
 
 LEFT_OUT: Mapping[str, str] = {
-    "zero_optimization.offload_optimizer": _STATE_STAYS,
-    "zero_optimization.cpu_offload": _STATE_STAYS,
     "zero_optimization.offload_param": _WEIGHTS_STAY,
     "zero_optimization.cpu_offload_param": _WEIGHTS_STAY,
     "zero_optimization.zero_hpz_partition_size": f"{NOT_BUILT['zero_hpz_partition_size']} is not built",

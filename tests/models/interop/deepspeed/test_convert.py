@@ -98,7 +98,7 @@ EXPECTED = {
         parallel={"zero": 2},
         precision={"dtype": "bf16", "gradients": "bf16"},
         optimizer=ADAM_DEFAULTS
-        | {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0}
+        | {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0, "offload": "cpu"}
         | {"lr_schedule": "cosine", "warmup_steps": 4, "decay_steps": 10, "min_lr": 1e-4},
     ),
     3: flat(parallel={"zero": 3}, optimizer={"name": "adamw", "lr_schedule": "linear", "min_lr": 0.0}),
@@ -112,10 +112,7 @@ def test_a_configuration_of_each_stage(stage: int) -> None:
     said = {
         0: ["Without effect here (logging and profiling): flops_profiler."],
         1: ["zero_optimization.overlap_comm, zero_optimization.reduce_bucket_size", "Norms and biases are not decayed"],
-        2: [
-            "Could not be carried over: zero_optimization.offload_optimizer: optimizer state stays",
-            "step 1 is 0 in DeepSpeed",
-        ],
+        2: ["step 1 is 0 in DeepSpeed"],
         3: ["Open (auto), and chosen here: train_batch_size, ", "scheduler.params.total_num_steps", "bf16.enabled"],
     }
     text = "\n".join(run.notes)
@@ -123,6 +120,12 @@ def test_a_configuration_of_each_stage(stage: int) -> None:
     assert "offload_param" not in text, "it is off"
     origin = run.fields["train"]["micro_batch_size"][1] if stage != 3 else "from the other batch sizes and 8 GPUs"
     assert origin == ("train_micro_batch_size_per_gpu" if stage == 1 else "from the other batch sizes and 8 GPUs")
+
+
+def test_state_on_nvme_stays_on_the_gpus() -> None:
+    run = read({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}}})
+    assert "optimizer.offload" not in values(run)
+    assert any("offload_optimizer: 'nvme': only host memory is built" in note for note in run.notes), run.notes
 
 
 @pytest.mark.parametrize(("stage", "kind"), [(1, "constant"), (2, "cosine"), (3, "linear")])
