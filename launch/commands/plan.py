@@ -34,7 +34,8 @@ EXAMPLES = """examples:
   triaxis plan configs/llama3_70b.yaml --gpus 64xH100 --output plan.html --open
 
 All layouts that keep the rules are timed by a formula, the memory of the fastest is predicted, and the schedules of those that
-fit are simulated. The config's global batch stays; its layout, micro batch, schedule and recomputation are chosen.
+fit are simulated. The config's global batch stays; its layout, micro batch, schedule and recomputation are chosen. So is
+parallel.zero, unless you give it: the lowest stage that fits, or a higher one where that saves recomputation.
 """
 DEFAULT_TOP = 10
 DEFAULT_MARGIN = 5.0
@@ -95,7 +96,14 @@ def run(args: argparse.Namespace) -> int:
     if load < 1 or (args.expert_load is not None and not config.model.has_experts):
         refuse([f"--expert-load = {load:g}: it is at least 1, of the experts of a model that has some."])
     print(f"looking for the fastest layouts of {cluster.num_gpus:,} GPUs ...", file=sys.stderr, flush=True)
-    plan = search(config, cluster, expert_load=load, margin_bytes=round(args.margin * GB), measure=OwnCostsMeter())
+    plan = search(
+        config,
+        cluster,
+        expert_load=load,
+        margin_bytes=round(args.margin * GB),
+        measure=OwnCostsMeter(),
+        keeps_zero=any(each.partition("=")[0] == "parallel.zero" for each in args.overrides),
+    )
     console = plan_console()
     show(console, plan, str(args.config), args.top)
     budget = "" if tokens is None else _budget(plan.best, cluster, tokens)

@@ -1,13 +1,13 @@
 """The search for a run's fastest layout on a cluster: legal, fitting, by predicted step time.
 
     sizes x stages x sequence parallelism x micro batch x schedule  ->  rules  ->  closed form (models/predict/step_time)
-    fastest first: what must a layout recompute to fit?     ->  memory (models/predict/rank_memory.py), tens of milliseconds
+    fastest first: what must it recompute or cut to fit?    ->  memory (models/predict/rank_memory.py), tens of milliseconds
     the fastest that fit                                    ->  their schedules are simulated and sorted by the simulated time
 
 Memory is predicted for few layouts. Layouts are in a heap, ordered by predicted time. A layout's time includes the cheapest
 recomputation that is not ruled out yet. The fastest layout is popped, and its memory is predicted. If the layout does not fit, it
-goes back into the heap with the next recomputation. Since more recomputation takes more time, popped layouts that fit come in the
-same order as if every layout's memory had been predicted.
+goes back into the heap twice: with the next recomputation, and with the next ZeRO stage. Both take more time, so popped layouts
+that fit come in the same order as if every layout's memory had been predicted. A layout is found once, as it fits fastest.
 """
 
 import heapq
@@ -70,7 +70,7 @@ class Found:
     """A layout that fits.
 
     Attributes:
-        config: the run's configuration in this layout, with the recomputation that makes it fit.
+        config: the run's configuration in this layout, with the ZeRO stage and the recomputation that make it fit.
         sizes: size of every axis.
         time: predicted step time: of the closed form during the search, of a simulated schedule in a finished plan.
         memory: predicted memory of every pipeline rank.
@@ -179,6 +179,7 @@ def describe_cut(config: Config, sizes: ParallelSizes) -> str:
     words = [f"tp={sizes.tp}", f"cp={sizes.cp}" if sizes.cp > 1 else "", f"pp={sizes.pp}"]
     words += [f"vpp={sizes.vpp}" if sizes.vpp > 1 else ""]
     words += ["balanced" if config.parallel.layers_per_stage == "auto" else "", f"dp={sizes.dp}"]
+    words += [f"zero={config.parallel.zero}" if config.parallel.zero > 1 else ""]
     words += [f"{name}={size}" for name, size in (("ep", sizes.ep), ("etp", sizes.etp)) if size > 1]
     words += ["sp" if config.parallel.cuts_sequence else "", f"mb={config.train.micro_batch_size}"]
     usual = ("auto", "interleaved" if sizes.vpp > 1 else "1f1b")
@@ -245,17 +246,19 @@ def search(
     expert_load: float = 1.0,
     margin_bytes: int = 0,
     measure: Measure = as_ours,
+    keeps_zero: bool = False,
 ) -> Plan:
     """Find a run's fastest layouts on a cluster.
 
     Args:
         config: the run; the search replaces `parallel`, `schedule.name`, `recompute` and `train.micro_batch_size`, and keeps the
-            global batch.
+            global batch, `parallel.dp_replicas`, and a `parallel.zero` above 1.
         cluster: cluster whose devices are all used.
         simulated: most layouts to find, whose schedules are then simulated.
         implementation: software whose steps are timed; memory is this engine's.
         expert_load, margin_bytes: see `Plan`.
         measure: function that measures an extension's parts in a layout; called for each layout popped as the fastest.
+        keeps_zero: try no other ZeRO stage than the config's, also if that is 1.
 
     Raises:
         ConfigError: the margin leaves no memory, no layout is legal, or none fits. In the last case the message names the layout
@@ -292,32 +295,43 @@ def search(
         )
     heapq.heapify(waiting)
     num_params = num_parameters(config.model)
+    # Published software has the one stage that its description times.
+    has_stages = config.parallel.zero == 1 and implementation is OURS and not keeps_zero
     ruled_out = _RuledOut()
+    fitting, may_fit = set[int](), set[int]()  # numbers of layouts: found; and those that fit with enough recomputation
     closest: tuple[int, str] | None = None
     while waiting and len(plan.found) < simulated:
         fastest = heapq.heappop(waiting)
+        if fastest.number in fitting:
+            continue
         measured = with_costs(fastest.config, measure(fastest.config, fastest.sizes))
         if measured.model.own_costs != fastest.config.model.own_costs:
             time = estimator.closed_form(measured, fastest.sizes, memo=memo)
             heapq.heappush(waiting, _Waiting(time, fastest.number, measured, fastest.sizes, fastest.choices))
             continue
-        if fastest.choices is None and ruled_out.holds(fastest):
-            plan.num_too_large += 1
-            continue
-        held = fastest.least_state(num_params, plan.usable_bytes)
-        memory = None if held else predict(fastest.config, fastest.sizes, memo=memo, load=load)
+        is_new, higher = fastest.choices is None, None
+        is_ruled_out = is_new and ruled_out.holds(fastest)
+        held = 0 if is_ruled_out else fastest.least_state(num_params, plan.usable_bytes)
+        memory = None if held or is_ruled_out else predict(fastest.config, fastest.sizes, memo=memo, load=load)
         if memory is not None and memory.fullest.total <= plan.usable_bytes:
             plan.found.append(Found(fastest.config, fastest.sizes, fastest.time, memory))
+            fitting.add(fastest.number)
             continue
-        if memory is not None and fastest.choices is None:
+        if is_new and has_stages and (higher := fastest.next_zero(estimator, memo)) is not None:
+            heapq.heappush(waiting, higher)
+        if memory is not None and is_new:
             # Memory is least with everything recomputed: if that is too much, no choice between needs a check.
             memory = predict(fastest.most_recomputed(), fastest.sizes, memo=memo, load=load)
-        may_fit = memory is not None and (fastest.choices is not None or memory.fullest.total <= plan.usable_bytes)
-        if may_fit and (again := fastest.next_recomputed(estimator, memo)) is not None:
+        fits = memory is not None and (not is_new or memory.fullest.total <= plan.usable_bytes)
+        if fits and (again := fastest.next_recomputed(estimator, memo)) is not None:
             heapq.heappush(waiting, again)
+            may_fit.add(fastest.number)
             continue
-        plan.num_too_large += 1
         ruled_out.add(fastest)
+        is_last = higher is None and fastest.number not in may_fit
+        plan.num_too_large += is_last
+        if is_ruled_out or not is_last:
+            continue
         total = held if memory is None else memory.fullest.total
         reason = _too_large(total, plan.usable_bytes, memory)
         plan.too_large[describe(fastest.config, fastest.sizes)] = reason
@@ -359,7 +373,7 @@ class _RuledOut:
     @staticmethod
     def _key(one: "_Waiting") -> tuple[object, ...]:
         parallel = one.config.parallel
-        return one.sizes, parallel.sequence_parallel, parallel.layers_per_stage, one.config.schedule.name
+        return one.sizes, parallel.zero, parallel.sequence_parallel, parallel.layers_per_stage, one.config.schedule.name
 
 
 def _too_large(total: int, usable: int, memory: Prediction | None) -> str:
@@ -373,7 +387,7 @@ class _Waiting:
 
     Attributes:
         time: predicted step time, including the recomputation in `config`.
-        number: order in which the layouts were found, to sort equal times.
+        number: order in which the layouts were found, to sort equal times; one number for all stages of a layout.
         choices: further recomputations to try; None if none was tried.
     """
 
@@ -408,6 +422,16 @@ class _Waiting:
         """Return the configuration with the choice that recomputes most."""
         *_, most = candidates(self.config, self.sizes)
         return self.config.model_copy(update={"recompute": most})
+
+    def next_zero(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
+        """Return the same layout without recomputation in the next ZeRO stage; None if that is illegal or divides nothing."""
+        sizes, zero = self.sizes, self.config.parallel.zero + 1
+        parallel = self.config.parallel.model_copy(update={"zero": zero})
+        config = self.config.model_copy(update={"parallel": parallel})
+        subject = Subject(config, sizes.world_size, config.runtime.ranks_per_node)
+        if zero > 3 or sizes.owners("dp") == 1 or broken_keys(subject, RULES):
+            return None
+        return _Waiting(estimator.closed_form(config, sizes, memo=memo), self.number, config, sizes)
 
     def next_recomputed(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
         """Return the same layout with the next recomputation choice and its time; None if no choice is left."""

@@ -1,15 +1,20 @@
 """The planner's search: the same layouts as looking at every memory, reasons for the others, and a config that runs."""
 
+import math
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.documented import ROOT
 from triaxis.engine.config.extension import OwnCosts
+from triaxis.engine.config.fp8 import Fp8Config
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -23,6 +28,7 @@ from triaxis.models.predict.rank_memory import predict
 from triaxis.models.predict.recompute_choice import candidates
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
 from triaxis.models.predict.step_time.estimate import Estimator
+from triaxis.models.predict.step_time.implementation import OURS
 
 pytestmark = pytest.mark.distributed
 
@@ -44,15 +50,31 @@ def config_of(**model: Any) -> Config:
 CLUSTER = Cluster("A100-SXM-80GB", 1, 4, 300.0, 25.0, 8.0, 1.0, 1.5)
 
 
+def with_zero(config: Config, zero: int) -> Config:
+    return with_value(config, "parallel.zero", zero)
+
+
+def in_stage(trial: Config, sizes: ParallelSizes, zero: int, usable: int) -> Config | None:
+    """The layout in this ZeRO stage with the least recomputation with which it fits."""
+    for choice in candidates(trial, sizes):
+        tried = with_zero(trial.model_copy(update={"recompute": choice}), zero)
+        if predict(tried, sizes).fullest.total <= usable:
+            return tried
+    return None
+
+
 def all_that_fit(config: Config, usable: int) -> list[tuple[float, str]]:
-    """Try every layout with every recomputation, and keep the fastest of each that fits."""
+    """Try every layout in every stage that is needed, with every recomputation, and keep the fastest of each that fits."""
     estimator, found = Estimator(CLUSTER), []
     for trial, sizes in layouts(config, CLUSTER, Plan(CLUSTER, 0)):
-        for choice in candidates(trial, sizes):
-            tried = trial.model_copy(update={"recompute": choice})
-            if predict(tried, sizes).fullest.total <= usable:
-                found.append((estimator.closed_form(tried, sizes).seconds, planning.describe(tried, sizes)))
-                break
+        fitting = []
+        for zero in (1, 2, 3) if sizes.owners("dp") > 1 else (1,):
+            tried = in_stage(trial, sizes, zero, usable)
+            if tried is not None:
+                fitting.append((estimator.closed_form(tried, sizes).seconds, planning.describe(tried, sizes)))
+                if not tried.recompute.is_any:
+                    break
+        found += [min(fitting)] if fitting else []
     return sorted(found)
 
 
@@ -138,6 +160,7 @@ def test_the_search_finds_what_a_look_at_every_memory_finds(margin: float, monke
     found = sorted((estimator.closed_form(one.config, one.sizes).seconds, one.layout) for one in plan.found)
     assert found == everything[:12]
     assert any("balanced" in layout for _, layout in everything)
+    assert any("zero=" in layout for _, layout in everything)
     assert any(one.config.recompute.is_any for one in plan.found)
 
 
@@ -155,6 +178,48 @@ def test_found_layouts_are_legal_fit_and_are_ordered() -> None:
     assert {one.config.schedule.name for one in search(config_of(), CLUSTER, simulated=200).found} == {
         *("auto", "1f1b", "interleaved", "zb_h1", "zbv")
     }
+
+
+def test_a_higher_stage_is_taken_where_a_lower_one_does_not_fit_or_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "MARGIN", 0.96)
+    plan, estimator = search(config_of(), CLUSTER), Estimator(CLUSTER)
+    higher = [one for one in plan.found if one.config.parallel.zero > 1]
+    assert {one.config.parallel.zero for one in higher} == {2, 3}
+    for one in higher:
+        assert f"zero={one.config.parallel.zero}" in one.cut
+        assert not problems(one.config, 4, 4) and one.sizes.owners("dp") > 1
+        for zero in range(1, one.config.parallel.zero):
+            lower = in_stage(one.config, one.sizes, zero, plan.usable_bytes)
+            seconds = math.inf if lower is None else estimator.closed_form(lower, one.sizes).seconds
+            assert seconds >= estimator.closed_form(one.config, one.sizes).seconds
+    words = [planning.describe_cut(with_zero(one.config, 1), one.sizes) for one in plan.found]
+    assert len(set(words)) == len(words), "a layout is found in one stage"
+
+
+def test_a_stage_that_is_given_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(planning, "MARGIN", 0.97)
+    assert all(one.config.parallel.zero == 1 for one in search(config_of(), CLUSTER, keeps_zero=True).found)
+    assert all(one.config.parallel.zero == 2 for one in search(with_zero(config_of(), 2), CLUSTER).found)
+    other = replace(OURS, name="other")
+    assert all(one.config.parallel.zero == 1 for one in search(config_of(), CLUSTER, implementation=other).found)
+    monkeypatch.setattr(planning, "MARGIN", 0.1)
+    words = ["plan", "llama3_8b", "--gpus", "8xH100"]
+    assert main([*words, "parallel.zero=1"]) == 0 and "zero=" not in capsys.readouterr().out
+    assert main(words) == 0 and "tp=1 pp=1 dp=8 zero=2 mb=1" in capsys.readouterr().out
+
+
+def test_a_stage_that_a_rule_refuses_is_skipped() -> None:
+    config = config_of(activation="swiglu", bias="none")
+    zero3 = with_value(with_zero(config, 3), "precision.fp8", Fp8Config())
+    assert problems(zero3, 4, 4)[0].startswith("parallel.zero = 3")
+    config = with_zero(zero3, 1)
+    sizes = parallel_sizes(config)
+    # Times of FP8 are unknown, so a stand-in has the estimator's part.
+    estimator: Any = SimpleNamespace(closed_form=lambda *args, **kwargs: None)
+    waiting = planning._Waiting(estimator.closed_form(), 0, config, sizes)
+    second = waiting.next_zero(estimator, {})
+    assert second is not None and second.config.parallel.zero == 2
+    assert second.next_zero(estimator, {}) is None
 
 
 def test_what_fits_nowhere_is_answered_with_the_nearest() -> None:
