@@ -49,6 +49,7 @@ EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
   triaxis footprint configs/gpt_tiny.yaml --measured
+  triaxis footprint configs/llama3_8b.yaml --gpus 64 --ladder
 
 The engine's own code runs in one process without the other ranks, so any layout can be examined. Bytes are those
 that tensors hold; an allocator rounds up. Kernels are those of the CPU, whose attention keeps other small tensors than a GPU's.
@@ -61,10 +62,11 @@ REAL_STEPS = 3
 MOST_RANKS_OF_A_WHOLE_REPLAY = 16
 """Up to this many ranks, each rank is run; in a larger layout one rank represents its stage."""
 NO_RACES, RACES = 0, 1
+DEVICE = "H100"
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = "triaxis footprint CONFIG [--real | --races | --replay | --measured] [options]"
+    parser.usage = "triaxis footprint CONFIG [--real | --races | --replay | --measured | --ladder] [options]"
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "the run to examine")
     add_world_size(parser, "ranks of the run, from which parallel.dp follows where it is open")
@@ -93,6 +95,14 @@ def add_arguments(parser: CommandParser) -> None:
         action="store_true",
         help="instead: start all ranks for a real step; compare bytes and calls per axis with the prediction (exit code 1)",
     )
+    parser.add_argument(
+        "--ladder",
+        action="store_true",
+        help="instead, and without a run: predicted memory and seconds of a step with parallel.zero 1, 2 and 3, as one table",
+    )
+    parser.add_argument(
+        "--gpu-kind", metavar="GPU", help=f"with --ladder: GPUs that the run is predicted for (default: {DEVICE})"
+    )
     add_dry_run(parser, "with --measured: print the launch line; start nothing")
     parser.add_argument("--full-size", action="store_true", help="with --races: the config's own sizes, not small ones")
     add_json(parser)
@@ -100,7 +110,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the footprint of some ranks, replay all ranks, search for races, or measure all ranks. Returns the exit code."""
+    """Print ranks' footprints or the ladder, replay all ranks, search for races, or measure all. Returns the exit code."""
     refuse(_problems(args))
     if args.measured:
         overrides = [*args.overrides, *(layout_overrides(args.layout) if args.layout else [])]
@@ -110,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     if args.races:
         return _races(config, args)
+    if args.ladder:
+        return _ladder(config, args)
     # torch is imported only here, so that `--help` and mistakes are answered at once.
     from triaxis.engine.config.extension_section import with_costs
     from triaxis.launch.footprint.own_costs import OwnCostsMeter
@@ -153,10 +165,30 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.measured:
         for option in typed(args, "rank", "replay", "real", "full", "races", "json", "output", "world_size"):
             yield f"--measured with {option}: all ranks run a real step, and {option} would do nothing. Leave one out."
+    if args.ladder:
+        for option in typed(args, "rank", "replay", "real", "full", "races", "measured"):
+            yield f"--ladder with {option}: the ladder predicts, and {option} would do nothing. Leave one out."
+    if args.gpu_kind is not None and not args.ladder:
+        yield "--gpu-kind without --ladder: nothing else is predicted for a kind of GPU. Leave it out, or add --ladder."
     if args.dry_run and not args.measured:
         yield "--dry-run without --measured: no ranks are started, so there is no line to print. Leave it out, or add --measured."
     if args.full_size and not args.races:
         yield "--full-size without --races: a footprint has the config's own sizes. Leave it out, or add --races."
+
+
+def _ladder(config: Config, args: argparse.Namespace) -> int:
+    from triaxis.launch.footprint.ladder import ladder
+    from triaxis.launch.footprint.own_costs import OwnCostsMeter
+
+    found = ladder(config, args.gpu_kind or DEVICE, measure=OwnCostsMeter())
+    sizes, cluster = parallel_sizes(config), found.cluster
+    console = wide_console()
+    console.print(f"{args.config}: {sizes} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.device}", markup=False)
+    console.print(found.table())
+    for note in found.notes:
+        console.print(f"seconds are unknown: {note}", markup=False)
+    print_json(args, {"layout": str(sizes), **found.as_json()}, args.output)
+    return 0
 
 
 def _races(config: Config, args: argparse.Namespace) -> int:

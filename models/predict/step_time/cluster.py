@@ -127,7 +127,7 @@ def cluster_of(text: str) -> Cluster:
     count, asked = int(match[1]), match[2]
     if asked is None:
         raise ConfigError([f"{count} devices of which kind? Their rates and links decide. {_forms(text)}"], "--gpus")
-    known, wanted = _with_links(), asked.upper()
+    known, wanted = devices_with_links(), asked.upper()
     names = [name for name in known if name.upper() == wanted]
     names = names or [name for name in known if name.upper().startswith(f"{wanted}-SXM")]
     if not names:
@@ -146,14 +146,14 @@ def _family(name: str) -> str:
     return name.split("-")[0]
 
 
-def _with_links() -> list[str]:
+def devices_with_links() -> list[str]:
     """List the shipped devices whose usual links are known."""
     return [name for name in device_names() if _family(name) in _LINKS]
 
 
 def _forms(count: str) -> str:
     """Describe, for an error message, the forms in which a cluster of `count` devices may be written."""
-    known = _with_links()
+    known = devices_with_links()
     if not known:
         return f"{NO_DEVICES} Give the path of a cluster's file, whose device is the path of such a file."
     families = dict.fromkeys(map(_family, known))

@@ -2,12 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch.command_line import ROOT
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import with_value
 from triaxis.engine.pipeline.p2p import Transport
+from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.cli import main
+from triaxis.launch.footprint.ladder import ladder
+from triaxis.models.predict.rank_memory import KINDS
+from triaxis.models.predict.step_time.cluster import cluster_of
+from triaxis.models.predict.step_time.estimate import Estimator
 
 pytestmark = pytest.mark.distributed
 
@@ -85,8 +94,62 @@ def test_races(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
         (["--replay", "--rank", "1"], "Leave one out"),
         (["--races", "--replay"], "races are searched in other steps"),
         (["--full-size"], "or add --races"),
+        (["--ladder", "--replay"], "the ladder predicts, and --replay would do nothing"),
+        (["--ladder", "--gpu-kind", "abacus"], "abacus is no GPU with known links and rates"),
+        (["--gpu-kind", "A100"], "or add --ladder"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main([*COMMAND, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def ladder_of(words: list[str], path: Path) -> dict[str, Any]:
+    assert main(["footprint", *words, "--ladder", "--output", str(path)]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=1", "parallel.tp=2", "parallel.pp=2"])
+def test_the_ladder_shows_what_config_check_predicts(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["llama3_8b", "--gpus", "16", layout]
+    found = ladder_of(run, tmp_path / "ladder.json")
+    table = capsys.readouterr().out
+    rows = found["ladder"]
+    assert [row["stage"] for row in rows] == ["1", "2", "3"] and found["device"] == "H100-SXM-80GB"
+    estimator = Estimator(cluster_of("16xH100"))
+    for row in rows:
+        override = f"parallel.zero={row['stage']}"
+        assert main(["config", "check", *run, override]) == 0
+        held = row["memory_bytes"]
+        assert f"memory     {gigabytes(held['total'])} predicted on the fullest rank" in capsys.readouterr().out
+        assert f" {gigabytes(held['total'])} " in table
+        assert held["total"] == sum(held[kind] for kind in KINDS)
+        assert row["fits"] == (held["total"] <= found["device_bytes"]) and row["problem"] is None
+        config = load_config("llama3_8b", [layout, override, "runtime.ranks_per_node=8"], {}, world_size=16)
+        assert row["seconds"] == estimator.simulated(config, parallel_sizes(config, 16)).seconds
+    totals, seconds = ([row["memory_bytes"]["total"] for row in rows], [row["seconds"] for row in rows])
+    assert totals == sorted(totals, reverse=True) and seconds == sorted(seconds)
+
+
+def test_a_refused_rung_says_why_and_unknown_seconds_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama3_8b", "--gpus", "8", "precision.fp8={recipe: tensorwise}"]
+    first, second, third = ladder_of(words, tmp_path / "ladder.json")["ladder"]
+    assert third["memory_bytes"] is third["fits"] is None and "at most 2 with precision.fp8" in third["problem"]
+    assert first["memory_bytes"]["total"] > second["memory_bytes"]["total"] and first["seconds"] is None
+    printed = capsys.readouterr().out
+    assert "refused: parallel.zero = 3" in printed and printed.count("no rates of FP8 GEMMs are known") == 1
+
+
+def test_rungs_are_data() -> None:
+    """Rows of one's own: several fields at once, and too many stages for 32 layers."""
+    config = load_config("llama3_8b", ["parallel.tp=1"], {}, world_size=8)
+    config = with_value(config, "parallel.dp", 8)
+    rungs = {"3 + split": (("parallel.zero", 3), ("precision.masters", "split")), "0": (("parallel.pp", 64),)}
+    found, refused = ladder(config, "A100", rungs=rungs).rungs
+    plain = ladder(config, "A100").rungs[-1]
+    assert found.memory is not None and plain.memory is not None
+    assert found.memory.optimizer < plain.memory.optimizer and found.memory.gradients == plain.memory.gradients
+    assert refused.memory is None and refused.problem

@@ -1,0 +1,141 @@
+"""The ZeRO ladder: a run's predicted memory and step time in each stage, beside each other.
+
+rung (fields and their values)  ->  rules  ->  memory (models/predict/rank_memory.py)  ->  seconds (models/predict/step_time)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from triaxis.engine.config.extension import Measure, as_ours
+from triaxis.engine.config.extension_section import with_costs
+from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.telemetry.outlets.format import gigabytes, significant
+from triaxis.models.predict.fit import uses_nccl
+from triaxis.models.predict.rank_memory import GB, KINDS, Changes, Memory, predict
+from triaxis.models.predict.step_time.cluster import GPUS_PER_NODE, Cluster, cluster_of, devices_with_links
+from triaxis.models.predict.step_time.estimate import Estimator
+
+RUNGS: Mapping[str, Changes] = {
+    "1": (("parallel.zero", 1),),
+    "2": (("parallel.zero", 2),),
+    "3": (("parallel.zero", 3),),
+}
+"""Each row's name, and the fields that it sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A row of the ladder.
+
+    Attributes:
+        name: the row's name in `RUNGS`.
+        changes: fields that differ from the config's, and their values.
+        memory: predicted memory of the fullest rank; None: the row is refused.
+        seconds: predicted seconds per step; None: unknown.
+        problem: why the row has no memory or no seconds; "": it has both.
+    """
+
+    name: str
+    changes: Changes
+    memory: Memory | None = None
+    seconds: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The rungs of one run on a cluster of its size."""
+
+    cluster: Cluster
+    device_bytes: int
+    rungs: Sequence[Rung]
+
+    def as_json(self) -> dict[str, object]:
+        """Convert to JSON: memory in bytes, seconds per step."""
+        rows = [
+            {
+                "stage": rung.name,
+                "changes": dict(rung.changes),
+                "memory_bytes": rung.memory and asdict(rung.memory) | {"total": rung.memory.total},
+                "seconds": rung.seconds,
+                "fits": rung.memory and rung.memory.total <= self.device_bytes,
+                "problem": rung.problem or None,
+            }
+            for rung in self.rungs
+        ]
+        return {"device": self.cluster.device, "device_bytes": self.device_bytes, "ladder": rows}
+
+    def table(self) -> Table:
+        """Build the table: a row for each rung, without kinds of memory that all rungs lack."""
+        held = [rung.memory for rung in self.rungs if rung.memory is not None]
+        kinds = [kind for kind in KINDS if any(getattr(each, kind) for each in held)]
+        title = f"ZeRO stages: memory of the fullest rank, of {gigabytes(self.device_bytes)}, and a step, as predicted"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        table.add_column("zero")
+        for name in (*kinds, "total", "s/step"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("fits", overflow="fold")
+        for rung in self.rungs:
+            memory, seconds = rung.memory, "unknown" if rung.seconds is None else significant(rung.seconds)
+            if memory is None:
+                table.add_row(rung.name, *[""] * (len(kinds) + 2), escape(f"refused: {rung.problem}"))
+                continue
+            free = self.device_bytes - memory.total
+            fits = f"yes, {gigabytes(free)} free" if free >= 0 else f"no, {gigabytes(-free)} short"
+            numbers = [gigabytes(getattr(memory, name)) for name in (*kinds, "total")]
+            table.add_row(rung.name, *numbers, seconds, fits)
+        return table
+
+    @property
+    def notes(self) -> list[str]:
+        """Reasons why rows with memory have no seconds, each once."""
+        return list(dict.fromkeys(rung.problem for rung in self.rungs if rung.memory and rung.problem))
+
+
+def ladder(config: Config, device: str, *, rungs: Mapping[str, Changes] = RUNGS, measure: Measure = as_ours) -> Ladder:
+    """Predict a run's rungs.
+
+    Args:
+        config: run with `parallel.dp` set. Nodes have `runtime.ranks_per_node` devices, or 8 if that is null.
+        device: kind of the run's devices, such as H100 (`cluster_of`).
+        rungs: fields to set for each row, by its name.
+        measure: function that measures an extension's parts in a layout.
+
+    Raises:
+        ConfigError: the device's links or rates are not known.
+    """
+    grid = rank_grid(config, parallel_sizes(config), GPUS_PER_NODE)
+    try:
+        one = cluster_of(f"1x{device}")
+    except ConfigError as error:
+        known = ", ".join(devices_with_links())
+        problem = f"{device} is no GPU with known links and rates, so no step could be timed. Give one of {known}."
+        raise ConfigError([problem], "--gpu-kind") from error
+    cluster = replace(one, nodes=grid.num_nodes, gpus_per_node=grid.ranks_per_node)
+    estimator = Estimator(cluster)
+    rows = [_rung(config, name, changes, estimator, measure) for name, changes in rungs.items()]
+    return Ladder(cluster, round(estimator.device.memory_gb * GB), rows)
+
+
+def _rung(config: Config, name: str, changes: Changes, estimator: Estimator, measure: Measure) -> Rung:
+    for key, value in changes:
+        config = with_value(config, key, value)
+    sizes, cluster = parallel_sizes(config), estimator.cluster
+    if broken := problems(config, sizes.world_size, cluster.gpus_per_node):
+        return Rung(name, changes, problem=" ".join(broken))
+    config = with_costs(config, measure(config, sizes))
+    try:
+        memory = predict(config, sizes, nccl=uses_nccl(config)).fullest
+    except ConfigError as error:
+        return Rung(name, changes, problem=" ".join(error.problems))
+    try:
+        return Rung(name, changes, memory, estimator.simulated(config, sizes).seconds)
+    except ConfigError as error:
+        return Rung(name, changes, memory, problem=" ".join(error.problems))
