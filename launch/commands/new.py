@@ -36,8 +36,10 @@ from triaxis.engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
 from triaxis.engine.errors import CheckpointError, brief
 from triaxis.engine.program import triaxis
 from triaxis.engine.storage.elsewhere import why_no_path
+from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.commands.convert_huggingface import import_source, import_weights
 from triaxis.launch.start.command_line import CommandParser, add_ignore, add_json, print_json, refuse, typed
+from triaxis.launch.tuning.choose_layout import stage_without_recomputation
 from triaxis.launch.tuning.machine import this_machine, written_machine
 from triaxis.launch.tuning.model_of_size import model_of_size
 from triaxis.launch.tuning.planned_run import PlannedRun, plan_run, to_commented_yaml
@@ -467,11 +469,22 @@ def _show(
         ("layout", str(sizes)),
         ("recompute", str(chosen.recompute)),
         ("memory", usable),
+        *_about_zero(planned),
         ("batch", str(batch_plan(config, sizes.dp))),
         ("lr", f"{config.optimizer.lr:g} after {warm_up}, {config.optimizer.min_lr:g} at the last step"),
     ]
     for label, value in lines:
         console.print(f"{label:<10} {value}")
+
+
+def _about_zero(planned: PlannedRun) -> list[tuple[str, str]]:
+    """Name the ZeRO stage that would spare the layout its recomputation or cuts. It is not chosen: links decide what it costs."""
+    found = stage_without_recomputation(planned.chosen, planned.machine)
+    if found is None:
+        return []
+    zero, held = found
+    fits = f"parallel.zero={zero} with dp={planned.machine.num_ranks:,} alone fits without recomputation"
+    return [("or", f"{fits}, {gigabytes(held.total)}; `triaxis plan` predicts which is faster")]
 
 
 def _about_corpus(prefix: str | None, match: Match | None, planned: PlannedRun) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from math import floor
 
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Subject, divisors
+from triaxis.engine.config.section import Subject, divisors, with_value
 from triaxis.engine.config.tree import RULES, Config, broken_keys, require_legal
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -88,8 +88,35 @@ def choose_layout(config: Config, machine: Machine, kept: Collection[str] = ()) 
     raise _nothing_fits(config, machine, kept, min(too_large, key=lambda each: each.held.total), usable_bytes)
 
 
+<<<<<<< HEAD
 def legal_layouts(config: Config, machine: Machine, size: int, kept: Collection[str] = ()) -> Iterator[Config]:
     """Yield the run in every legal layout with tp x pp x ep = `size`. The other arguments are those of `choose_layout`.
+=======
+def stage_without_recomputation(chosen: ChosenLayout, machine: Machine) -> tuple[int, Memory] | None:
+    """Find the lowest ZeRO stage above 1 in which data parallelism alone fits without recomputation.
+
+    Returns:
+        The stage and the fullest rank's memory. None: there is none, or the chosen layout already is of this kind. Also None for a
+        model with experts: all of them would be gathered, for tokens that use few.
+    """
+    sizes, config = chosen.sizes, chosen.config
+    if config.model.has_experts or (sizes.tp * sizes.pp == 1 and not chosen.recompute.is_any):
+        return None
+    config = with_value(config, "train.micro_batch_size", 1)
+    alone = _with_layout(config, machine, tp=1, pp=1, sequence_parallel=False)
+    for zero in (2, 3):
+        trial = with_value(alone, "parallel.zero", zero)
+        if broken_keys(Subject(trial, machine.num_ranks, machine.ranks_per_node), RULES):
+            continue
+        held = predict(trial, parallel_sizes(trial), nccl=machine.is_gpu).fullest
+        if held.total <= chosen.usable_bytes:
+            return zero, held
+    return None
+
+
+def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Config]:
+    """Yield the run in every legal layout with tp x pp x ep = `size`.
+>>>>>>> a80f4c4d (new: name the ZeRO stage that would spare recomputation)
 
     With tp > 1, a layout has sequence parallelism unless only plain tp is legal.
     """

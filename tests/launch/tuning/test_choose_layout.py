@@ -19,6 +19,7 @@ from triaxis.launch.tuning.choose_layout import (
     choose_layout,
     four_digits,
     legal_layouts,
+    stage_without_recomputation,
 )
 from triaxis.launch.tuning.machine import Machine, written_machine
 from triaxis.models.predict.communicators import communicator_bytes
@@ -126,6 +127,15 @@ def test_a_layout_is_legal_and_fits_and_is_the_smallest_that_does(data: st.DataO
     assert micro == 1 or micro * final.model.seq_length <= TOKENS_OF_A_MICROBATCH
     num_microbatches = final.train.global_batch_size // (micro * sizes.dp)
     assert num_microbatches >= sizes.pp and (micro == 1 or sizes.pp - 1 <= MOST_BUBBLE * num_microbatches)
+    found = stage_without_recomputation(chosen, machine)
+    if size == 1 and chosen.recompute.granularity == "none":
+        assert found is None
+        return
+    (alone,) = by_size[1]
+    stages = {zero: with_value(alone, "parallel.zero", zero) for zero in (2, 3)}
+    each = {zero: predict(trial, parallel_sizes(trial), nccl=machine.is_gpu) for zero, trial in stages.items()}
+    fitting = [(zero, one.fullest) for zero, one in each.items() if one.fullest.total <= chosen.usable_bytes]
+    assert found == next(iter(fitting), None)
 
 
 def run(name: str) -> Config:
@@ -163,6 +173,23 @@ def test_experts_without_a_layout_are_refused_with_the_nearest_and_how_many_gpus
     assert "--gpus 16x64GB" in text
     chosen = choose_layout(run("qwen3_30b_a3b"), written_machine("16x64GB"))
     assert chosen.sizes.ep > 1 and chosen.prediction.fullest.total <= chosen.usable_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "stage"),
+    [
+        ("llama3_8b", "8x80GB", 3),
+        ("llama3_8b", "16x80GB", 2),
+        ("llama3_8b", "8x141GB", None),
+        ("llama3_8b", "8x40GB", None),
+        ("qwen3_30b_a3b", "16x80GB", None),
+    ],
+)
+def test_the_stage_that_would_spare_recomputation_is_named(name: str, machine: str, stage: int | None) -> None:
+    """Not where nothing is recomputed, where no stage is enough, or for experts, which stages gather whole."""
+    on = written_machine(machine)
+    found = stage_without_recomputation(choose_layout(run(name), on), on)
+    assert (found and found[0]) == stage
 
 
 def test_fp8_is_gathered_where_a_layout_has_sequence_parallelism() -> None:
