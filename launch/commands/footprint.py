@@ -186,7 +186,7 @@ def _ladder(config: Config, args: argparse.Namespace) -> int:
     console.print(f"{args.config}: {sizes} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.device}", markup=False)
     console.print(found.table())
     for note in found.notes:
-        console.print(f"seconds are unknown: {note}", markup=False)
+        console.print(note, markup=False)
     print_json(args, {"layout": str(sizes), **found.as_json()}, args.output)
     return 0
 

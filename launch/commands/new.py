@@ -40,11 +40,10 @@ from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.commands.convert_huggingface import import_source, import_weights
 from triaxis.launch.start.command_line import CommandParser, add_ignore, add_json, print_json, refuse, typed
 from triaxis.launch.tuning.choose_layout import stage_without_recomputation
+from triaxis.launch.tuning.deepspeed_source import of_deepspeed, take_deepspeed
 from triaxis.launch.tuning.machine import this_machine, written_machine
 from triaxis.launch.tuning.model_of_size import model_of_size
 from triaxis.launch.tuning.planned_run import PlannedRun, plan_run, to_commented_yaml
-from triaxis.models.interop.deepspeed.convert import DeepSpeedRun, from_deepspeed
-from triaxis.models.interop.deepspeed.keys import entries, is_deepspeed
 from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over_notes, read_config_json
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.megatron.command_line.convert import from_command_line
@@ -112,10 +111,6 @@ class _Model:
     found: "HuggingFaceModel | None" = None
 
 
-_DeepSpeed = tuple[str, dict[str, Any]]
-"""A DeepSpeed configuration: its path, and its content."""
-
-
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
         "triaxis new (--from SOURCE [--weights] | --size N) [--from ds_config.json] [--data PREFIX] [--tokens N] "
@@ -168,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError, CheckpointError or DataError if that is impossible.
     """
-    deepspeed = _take_deepspeed(args)
+    deepspeed = take_deepspeed(args)
     kind = _kind(args)
     refuse(_problems(args, kind, has_deepspeed=deepspeed is not None))
     if kind == MEGATRON:
@@ -179,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     theirs, of_model = None, args
     if deepspeed is not None:
-        theirs, of_model = _of_deepspeed(args, kind, deepspeed, machine.num_ranks)
+        theirs, of_model = of_deepspeed(args, deepspeed, machine.num_ranks, is_ignoring=kind == HUGGING_FACE)
     model = {SIZE: _of_size, CONFIG: _of_config, HUGGING_FACE: _of_hugging_face}[kind](of_model)
     described = ModelConfig.model_validate(model.sections["model"])
     num_tokens = (
@@ -217,54 +212,6 @@ def run(args: argparse.Namespace) -> int:
 def _print_config(args: argparse.Namespace, text: str) -> None:
     print(text, end="", flush=True)
     print_json(args, read_yaml(text))
-
-
-def _take_deepspeed(args: argparse.Namespace) -> _DeepSpeed | None:
-    """Find DeepSpeed's configuration among `args.sources`; `args.source` becomes the model's source, or None for --size.
-
-    Raises:
-        ConfigError: the sources do not describe one model, or a file is no JSON.
-    """
-    read = [(source, _deepspeed_keys(source)) for source in args.sources]
-    found = [(source, keys) for source, keys in read if keys is not None]
-    others = [source for source, keys in read if keys is None]
-    models = [f"--from {brief(source)}" for source in others] + ([] if args.size is None else [f"--size {args.size}"])
-    problems = []
-    if len(found) > 1:
-        problems.append(
-            f"{' and '.join(source for source, _ in found)}: a run has one DeepSpeed configuration. Leave one out."
-        )
-    if len(models) > 1:
-        problems.append(f"{' and '.join(models)}: each describes a model, and a run has one. Leave the others out.")
-    if not models:
-        what = f"--from {found[0][0]}: a DeepSpeed configuration has no model" if found else "neither --from nor --size"
-        problems.append(
-            f"{what}: there would be nothing to train. Add a model: --size 125M, or --from with a config or a Hugging Face folder."
-        )
-    refuse(problems)
-    args.source = others[0] if others else None
-    return found[0] if found else None
-
-
-def _deepspeed_keys(source: str) -> dict[str, Any] | None:
-    """Read a source that is a configuration of DeepSpeed; None for any other source."""
-    if not source.endswith(".json") or not os.path.isfile(source):  # noqa: PTH113 - Path.is_file raises for an invalid name
-        return None
-    keys = read_config_json(Path(source))
-    return keys if is_deepspeed(keys) else None
-
-
-def _of_deepspeed(
-    args: argparse.Namespace, kind: str, deepspeed: _DeepSpeed, num_ranks: int
-) -> tuple[DeepSpeedRun, argparse.Namespace]:
-    """Read DeepSpeed's configuration. Also return the arguments for the model's source, without the keys ignored here."""
-    path, keys = deepspeed
-    own = {name.partition(".")[0] for name, _ in entries(keys)}
-    of_model = [name for name in args.ignore if kind == HUGGING_FACE and name.partition(".")[0] not in own]
-    theirs = from_deepspeed(keys, num_ranks, path, [name for name in args.ignore if name not in of_model])
-    if args.tokens is not None:
-        theirs.fields.get("train", {}).pop("steps", None)
-    return theirs, argparse.Namespace(**{**vars(args), "ignore": of_model})
 
 
 def _kind(args: argparse.Namespace) -> str:

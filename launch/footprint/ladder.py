@@ -23,9 +23,11 @@ from triaxis.models.predict.step_time.cluster import GPUS_PER_NODE, Cluster, clu
 from triaxis.models.predict.step_time.estimate import Estimator
 
 RUNGS: Mapping[str, Changes] = {
-    "1": (("parallel.zero", 1),),
-    "2": (("parallel.zero", 2),),
-    "3": (("parallel.zero", 3),),
+    "1": (("parallel.zero", 1), ("optimizer.offload", "none")),
+    "2": (("parallel.zero", 2), ("optimizer.offload", "none")),
+    "2 + offload": (("parallel.zero", 2), ("optimizer.offload", "cpu")),
+    "3": (("parallel.zero", 3), ("optimizer.offload", "none")),
+    "3 + offload": (("parallel.zero", 3), ("optimizer.offload", "cpu")),
 }
 """Each row's name, and the fields that it sets."""
 
@@ -64,6 +66,7 @@ class Ladder:
                 "stage": rung.name,
                 "changes": dict(rung.changes),
                 "memory_bytes": rung.memory and asdict(rung.memory) | {"total": rung.memory.total},
+                "host_bytes_per_node": rung.memory and self._on_node(rung.memory),
                 "seconds": rung.seconds,
                 "fits": rung.memory and rung.memory.total <= self.device_bytes,
                 "problem": rung.problem or None,
@@ -72,6 +75,10 @@ class Ladder:
         ]
         return {"device": self.cluster.device, "device_bytes": self.device_bytes, "ladder": rows}
 
+    def _on_node(self, memory: Memory) -> int:
+        """Compute the host memory of a node's ranks, each as full as the fullest, in bytes."""
+        return memory.host * self.cluster.gpus_per_node
+
     def table(self) -> Table:
         """Build the table: a row for each rung, without kinds of memory that all rungs lack."""
         held = [rung.memory for rung in self.rungs if rung.memory is not None]
@@ -79,24 +86,31 @@ class Ladder:
         title = f"ZeRO stages: memory of the fullest rank, of {gigabytes(self.device_bytes)}, and a step, as predicted"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         table.add_column("zero")
-        for name in (*kinds, "total", "s/step"):
+        for name in (*kinds, "total", "host/node", "s/step"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("fits", overflow="fold")
         for rung in self.rungs:
             memory, seconds = rung.memory, "unknown" if rung.seconds is None else significant(rung.seconds)
             if memory is None:
-                table.add_row(rung.name, *[""] * (len(kinds) + 2), escape(f"refused: {rung.problem}"))
+                table.add_row(rung.name, *[""] * (len(kinds) + 3), escape(f"refused: {rung.problem}"))
                 continue
             free = self.device_bytes - memory.total
             fits = f"yes, {gigabytes(free)} free" if free >= 0 else f"no, {gigabytes(-free)} short"
             numbers = [gigabytes(getattr(memory, name)) for name in (*kinds, "total")]
+            numbers.append(gigabytes(self._on_node(memory)) if memory.host else "")
             table.add_row(rung.name, *numbers, seconds, fits)
         return table
 
     @property
     def notes(self) -> list[str]:
-        """Reasons why rows with memory have no seconds, each once."""
-        return list(dict.fromkeys(rung.problem for rung in self.rungs if rung.memory and rung.problem))
+        """What the seconds leave out, and reasons why rows with memory have none, each once."""
+        unknown = [rung.problem for rung in self.rungs if rung.memory and rung.problem]
+        notes = dict.fromkeys(f"seconds are unknown: {problem}" for problem in unknown)
+        if any(("optimizer.offload", "cpu") in rung.changes and rung.seconds for rung in self.rungs):
+            notes["offload: seconds do not count the copies to and from host memory that the update does not hide"] = (
+                None
+            )
+        return list(notes)
 
 
 def ladder(config: Config, device: str, *, rungs: Mapping[str, Changes] = RUNGS, measure: Measure = as_ours) -> Ladder:

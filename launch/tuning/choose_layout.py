@@ -88,10 +88,6 @@ def choose_layout(config: Config, machine: Machine, kept: Collection[str] = ()) 
     raise _nothing_fits(config, machine, kept, min(too_large, key=lambda each: each.held.total), usable_bytes)
 
 
-<<<<<<< HEAD
-def legal_layouts(config: Config, machine: Machine, size: int, kept: Collection[str] = ()) -> Iterator[Config]:
-    """Yield the run in every legal layout with tp x pp x ep = `size`. The other arguments are those of `choose_layout`.
-=======
 def stage_without_recomputation(chosen: ChosenLayout, machine: Machine) -> tuple[int, Memory] | None:
     """Find the lowest ZeRO stage above 1 in which data parallelism alone fits without recomputation.
 
@@ -103,7 +99,7 @@ def stage_without_recomputation(chosen: ChosenLayout, machine: Machine) -> tuple
     if config.model.has_experts or (sizes.tp * sizes.pp == 1 and not chosen.recompute.is_any):
         return None
     config = with_value(config, "train.micro_batch_size", 1)
-    alone = _with_layout(config, machine, tp=1, pp=1, sequence_parallel=False)
+    alone = _with_layout(config, machine, (), tp=1, pp=1, sequence_parallel=False)
     for zero in (2, 3):
         trial = with_value(alone, "parallel.zero", zero)
         if broken_keys(Subject(trial, machine.num_ranks, machine.ranks_per_node), RULES):
@@ -114,9 +110,8 @@ def stage_without_recomputation(chosen: ChosenLayout, machine: Machine) -> tuple
     return None
 
 
-def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Config]:
-    """Yield the run in every legal layout with tp x pp x ep = `size`.
->>>>>>> a80f4c4d (new: name the ZeRO stage that would spare recomputation)
+def legal_layouts(config: Config, machine: Machine, size: int, kept: Collection[str] = ()) -> Iterator[Config]:
+    """Yield the run in every legal layout with tp x pp x ep = `size`. The other arguments are those of `choose_layout`.
 
     With tp > 1, a layout has sequence parallelism unless only plain tp is legal.
     """

@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 4}
 
 COVERING = [
     Case("gpt", tp=2, fp8="tensorwise", **SMALL),
-    Case("qwen", tp=2, pp=2, dp=2, sequence_parallel=True, fp8="tensorwise", **SMALL),
+    Case("qwen", tp=2, pp=2, dp=2, zero=2, sequence_parallel=True, fp8="tensorwise", **SMALL),
     Case("llama", tp=2, cp=2, sequence_parallel=True, fp8="tensorwise", recompute=("full", "uniform", 1), **SMALL),
     Case("blocks_of_32", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", fp8="mxfp8", **SMALL),
     Case("blocks_of_128", tp=2, dp=2, fp8="blockwise", num_layers=1, global_batch_size=2),

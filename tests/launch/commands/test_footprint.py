@@ -118,25 +118,28 @@ def test_the_ladder_shows_what_config_check_predicts(
     found = ladder_of(run, tmp_path / "ladder.json")
     table = capsys.readouterr().out
     rows = found["ladder"]
-    assert [row["stage"] for row in rows] == ["1", "2", "3"] and found["device"] == "H100-SXM-80GB"
+    assert [row["stage"] for row in rows] == ["1", "2", "2 + offload", "3", "3 + offload"]
+    assert found["device"] == "H100-SXM-80GB" and "host/node" in table and "seconds do not count the copies" in table
     estimator = Estimator(cluster_of("16xH100"))
     for row in rows:
-        override = f"parallel.zero={row['stage']}"
-        assert main(["config", "check", *run, override]) == 0
+        overrides = [f"{key}={value}" for key, value in row["changes"].items()]
+        assert main(["config", "check", *run, *overrides]) == 0
         held = row["memory_bytes"]
+        assert (row["host_bytes_per_node"] > 0) == row["stage"].endswith("offload")
         assert f"memory     {gigabytes(held['total'])} predicted on the fullest rank" in capsys.readouterr().out
         assert f" {gigabytes(held['total'])} " in table
         assert held["total"] == sum(held[kind] for kind in KINDS)
         assert row["fits"] == (held["total"] <= found["device_bytes"]) and row["problem"] is None
-        config = load_config("llama3_8b", [layout, override, "runtime.ranks_per_node=8"], {}, world_size=16)
+        config = load_config("llama3_8b", [layout, *overrides, "runtime.ranks_per_node=8"], {}, world_size=16)
         assert row["seconds"] == estimator.simulated(config, parallel_sizes(config, 16)).seconds
-    totals, seconds = ([row["memory_bytes"]["total"] for row in rows], [row["seconds"] for row in rows])
-    assert totals == sorted(totals, reverse=True) and seconds == sorted(seconds)
+    for offloaded in (rows[::2], [rows[0], rows[1], rows[3]]):
+        totals, seconds = ([row["memory_bytes"]["total"] for row in offloaded], [row["seconds"] for row in offloaded])
+        assert totals == sorted(totals, reverse=True) and seconds == sorted(seconds)
 
 
 def test_a_refused_rung_says_why_and_unknown_seconds_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["llama3_8b", "--gpus", "8", "precision.fp8={recipe: tensorwise}"]
-    first, second, third = ladder_of(words, tmp_path / "ladder.json")["ladder"]
+    first, second, _, third, _ = ladder_of(words, tmp_path / "ladder.json")["ladder"]
     assert third["memory_bytes"] is third["fits"] is None and "at most 2 with precision.fp8" in third["problem"]
     assert first["memory_bytes"]["total"] > second["memory_bytes"]["total"] and first["seconds"] is None
     printed = capsys.readouterr().out
@@ -149,7 +152,7 @@ def test_rungs_are_data() -> None:
     config = with_value(config, "parallel.dp", 8)
     rungs = {"3 + split": (("parallel.zero", 3), ("precision.masters", "split")), "0": (("parallel.pp", 64),)}
     found, refused = ladder(config, "A100", rungs=rungs).rungs
-    plain = ladder(config, "A100").rungs[-1]
+    plain = ladder(config, "A100").rungs[-2]
     assert found.memory is not None and plain.memory is not None
     assert found.memory.optimizer < plain.memory.optimizer and found.memory.gradients == plain.memory.gradients
     assert refused.memory is None and refused.problem
