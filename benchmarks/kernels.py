@@ -122,14 +122,15 @@ def kernels(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
     yield "weight gradient", calls
 
     for name, precision in state_forms(dtype).items():
-        yield name, {form: optimizer_step(sizes, precision, dtype, device, form) for form in ("torch", "compiled")}
+        yield name, {form: optimizer_step(sizes, precision, device, form) for form in ("torch", "compiled")}
 
 
 def head_and_losses(sizes: Sizes, x: torch.Tensor, targets: torch.Tensor) -> dict[str, Call]:
     """Return calls with logits of all tokens, and of a quarter at a time (`recompute.head_tokens`); both add the weight's
     gradient.
     """
-    parameter, buffers = in_buffers("head.weight", (sizes.vocab, sizes.hidden), PrecisionConfig(), x.dtype, x.device)
+    precision = PrecisionConfig(dtype=_name_of(x.dtype))
+    parameter, buffers = in_buffers("head.weight", (sizes.vocab, sizes.hidden), precision, x.device)
     axis = Axis("tp", [0], 0, None, Ledger())
     head = ColumnParallelLinear([parameter], [], TensorParallelRegion(axis, False), WeightGradQueue(), "head")
 
@@ -148,31 +149,33 @@ def head_and_losses(sizes: Sizes, x: torch.Tensor, targets: torch.Tensor) -> dic
 
 def state_forms(dtype: torch.dtype) -> dict[str, PrecisionConfig]:
     """Return the forms of the optimizer's state that a run in this dtype can have."""
-    name = next(name for name, each in DTYPES.items() if each == dtype)
+    name = _name_of(dtype)
     forms = {"AdamW": PrecisionConfig(dtype=name)}
     if dtype == torch.bfloat16:
         forms["AdamW, split masters and bf16 moments"] = PrecisionConfig(dtype=name, masters="split", moments="bf16")
     return forms
 
 
-def optimizer_step(
-    sizes: Sizes, precision: PrecisionConfig, dtype: torch.dtype, device: torch.device, form: str
-) -> Call:
+def optimizer_step(sizes: Sizes, precision: PrecisionConfig, device: torch.device, form: str) -> Call:
     """Return one update of one flat shard."""
     shape = (sizes.shard // sizes.hidden, sizes.hidden)
-    _, buffers = in_buffers("weight", shape, precision, dtype, device)
+    _, buffers = in_buffers("weight", shape, precision, device)
     optimizer = DistributedOptimizer(buffers, OptimizerConfig(), precision, is_compiled=form == "compiled")
     one, no = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
     return lambda: optimizer.step(1e-4, one, no)
 
 
+def _name_of(dtype: torch.dtype) -> Any:
+    return next(name for name, each in DTYPES.items() if each == dtype)
+
+
 def in_buffers(
-    name: str, shape: tuple[int, int], precision: PrecisionConfig, dtype: torch.dtype, device: torch.device
+    name: str, shape: tuple[int, int], precision: PrecisionConfig, device: torch.device
 ) -> tuple[ShardedParameter, GradBuffers]:
     """Bind one parameter to flat buffers of its own."""
     spec = ParamSpec(name, shape, Init("normal", 0.02))
     record = localize(spec, tp=1, tp_index=0, sequence_parallel=False)
-    parameter = ShardedParameter(record, dtype)
+    parameter = ShardedParameter(record, DTYPES[precision.dtype])
     alone = Axis("dp", [0], 0, None, Ledger())
     layouts = layout_parameters([record], dp=1, bucket_numel=spec.numel)
     buffers = GradBuffers(layouts, {name: parameter}, precision, device, {"dp": alone}, {"tp": alone})
