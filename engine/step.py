@@ -11,8 +11,11 @@
 No number reaches the host before `read`. Norm, clipping and the decision to skip are computed on the device. So the device is never
 idle while the host reads.
 
-Once a loss or gradient is not finite, no step updates anything. With `resilience.on_nonfinite: skip`, only the bad step is skipped.
-`Skip` (`engine/step_result.py`) lists all reasons why a step updates nothing.
+A step diverges if its loss is not finite or above the limit, if token rows find no room, or if its gradients are not
+finite and the loss scale cannot fall. That step and all later ones update nothing. With
+`resilience.on_nonfinite: skip`, only the bad step is skipped. If gradients are not finite but the
+scale can still fall, only their own step is skipped. `Skip` (`engine/step_result.py`) lists all reasons why a step
+updates nothing.
 
 The loss is summed over all unmasked tokens in the GLOBAL batch and divided by their number. That number is known before the
 backward.

@@ -122,7 +122,10 @@ class Remainder:
         return self._stream.read([part for piece in pieces for part in piece], sample_id, joins.tolist())
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """List the document parts that make up a sample, in order, grouped by piece."""
+        """List the document parts that make up a sample, in order, with one inner list per piece.
+
+        Pieces are the remainder's unread stretches of the epoch. A sample may take tokens from several.
+        """
         index = self._stream.epoch(self._epoch)
         start, left = int(self.order[sample_id]) * self.seq_length, self.seq_length + 1
         number = int(np.searchsorted(self.offsets, start, side="right")) - 1

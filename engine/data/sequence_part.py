@@ -45,7 +45,14 @@ class RowStretch:
 
     @classmethod
     def of(cls, row: int, run: TokenRange, first: int, documents: Sequence[int]) -> "RowStretch":
-        """Build the stretch for a run in a row with these document lengths. `first` is the run's first local token."""
+        """Build the stretch for a run: its queries, and the keys from the start of its first document to the run's end.
+
+        Args:
+            row: index of the row.
+            run: range [start, stop) of the run's positions within the row.
+            first: index of the run's first token among this rank's local tokens in the row.
+            documents: lengths of the row's documents, in tokens.
+        """
         start, stop = run
         queries, keys, begin = [0], [0], start
         for end, length in zip(accumulate(documents), documents, strict=True):

@@ -100,7 +100,10 @@ class DeviceFacts:
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> "DeviceFacts":
-        """Read the facts from the configuration and from torch."""
+        """Read the GPU's capability and the versions of torch and cuDNN from torch, the other facts from `config`.
+
+        On a CPU, `cudnn_version` is 0.
+        """
         is_cuda = device.type == "cuda"
         dtype = DTYPES[config.precision.dtype]
         major, minor = torch.__version__.split(".")[:2]

@@ -1,8 +1,8 @@
 """`triaxis schedule` prints, proves or times a pipeline schedule, without a device or torch.
 
-print    pp, vpp, microbatches  ->  the actions of each rank, the lowered program, a timeline in the terminal or as a picture
-check    the same, or a config  ->  complete, in order, free of deadlock under rules stricter than NCCL's
-times    the same, and costs    ->  bubble and waits of each rank, what it keeps, the critical path
+print    config, or pp, vpp and microbatches  ->  each rank's actions, lowered program, or timeline as text or picture
+check    the same                             ->  complete, in order, free of deadlock under rules stricter than NCCL's
+times    the same, and costs                  ->  bubble and waits of each rank, what it keeps, the critical path
 """
 
 import argparse

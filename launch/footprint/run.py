@@ -98,7 +98,7 @@ class Footprint:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Posts in the ledger."""
+        """The step's communication calls: the `post` events in `log`, without its `wait` events."""
         return tuple(event for event in self.log if event.phase == "post")
 
 

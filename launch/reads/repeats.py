@@ -113,7 +113,10 @@ def reads_of_run(
     open_source: Callable[[Config, SkippedRanges], SampleSource],
     labels_of: Callable[[Config, str], int],
 ) -> RunReads:
-    """Collect the reads over all steps in a run.
+    """Find the labels (tokens to predict) that the steps of a run read.
+
+    The result has the tokens that were predicted twice in one epoch, the numbers of read and skipped labels per corpus
+    and epoch, and a message for each step whose samples do not follow the previous step's.
 
     Args:
         spans: spans that cover all steps, in order.

@@ -171,7 +171,11 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _bad_paths(self, parsed: argparse.Namespace) -> Iterator[str]:
-        """Yield a problem for each path that cannot exist here, and for each output that cannot be written."""
+        """Yield a problem for each path that cannot exist on this machine, since it is an address or too long.
+
+        Yield one too for each `--output` that names a device, and for each `--output FILE` whose folder does not exist.
+        Permissions are not checked.
+        """
         for action in self._actions:
             given = getattr(parsed, action.dest, None)
             if action.type is Path or action.metavar in PATHS:

@@ -1,6 +1,7 @@
 """Choose layouts, schedules and models for `triaxis verify --matrix`.
 
-Every two features occur together in at least one trial.
+Two choices for different features, such as tp 4 and schedule zbv, occur together in at least one trial if any legal
+combination has both. A legal combination has 2 to `most_ranks` ranks.
 """
 
 import os

@@ -114,7 +114,8 @@ def head_pieces(num_tokens: int, tokens_at_a_time: int | None) -> tuple[int, boo
     """Count the pieces that the output head cuts a microbatch into, up to `MOST_PIECES`.
 
     Returns:
-        (number of pieces, whether the last piece is smaller). None: the head is not cut.
+        (number of pieces, whether the last piece is smaller than the others). A microbatch that fits into one piece
+        gives (1, False). None if `tokens_at_a_time` is None.
     """
     if tokens_at_a_time is None:
         return None

@@ -68,7 +68,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Convert ids to text. The end-of-document id and ids in the vocabulary's padding are dropped."""
+        """Convert ids to text, without special ids, the end-of-document id, and ids in the vocabulary's padding."""
         ...
 
 

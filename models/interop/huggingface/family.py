@@ -109,7 +109,11 @@ class LayerKeys:
 
     @property
     def keys(self) -> set[str]:
-        """All config.json keys named in this object's attributes, and the keys for `windows`."""
+        """All config.json keys that describe windows, or say which layers have no RoPE.
+
+        These are the keys that the attributes name, `sliding_window` unless `windows` is `none`, and `layer_types` if
+        it is `some`.
+        """
         of_windows = {"none": (), "all": ("sliding_window",), "some": ("sliding_window", "layer_types")}[self.windows]
         others = [self.switch, *(pair[0] for pair in (self.first, self.period) if pair is not None)]
         return {key for key in (*of_windows, *others, *(self.no_rope or ())[:2]) if key}
