@@ -13,6 +13,9 @@ with their owners' values. A fingerprint is the sum of a weight's bits as intege
 All ranks on an axis compute the maximum of [sums, ~sums] in one small all-reduce. Its halves are each other's complement only if
 all ranks have equal sums.
 
+With ZeRO-3 each rank compares what it gathers. A weight's owner is one of these ranks, and its part of the gathered weights is its
+own, so a rank that received other bits than the owner holds is named.
+
 Not covered are activations, main grads, master weights and moments. (In fp32 and float64 the owner's weights are the master
 weights.) With ZeRO-1 only one rank computes each part of the update, so a fault there reaches all replicas alike. It shows only
 where several owners hold the same state, as for norms over tp.

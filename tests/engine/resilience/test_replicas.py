@@ -11,6 +11,7 @@ from tests.harness import run_ranks
 from tests.parity.cases import Case
 from triaxis.engine.checkpoint.history import RunHistory
 from triaxis.engine.comm.ledger import Event
+from triaxis.engine.optimizer.bucket import Bucket
 from triaxis.engine.resilience.replicas import PURPOSE, ReplicaCheck
 from triaxis.engine.step import Engine
 
@@ -128,3 +129,29 @@ def test_every_kind_of_replica_is_compared_and_raises_no_alarm_where_all_are_ali
         assert by_axis["world"].numel == 1 and by_axis["ends"].numel == 2
         assert by_axis["dp"].numel > by_axis["tp"].numel > by_axis["kv_replicas"].numel > 2
         assert sum(call.numel for call in calls) * 8 < 2_000, "bytes"
+
+
+def gathers_wrong_bits(rank: int, case: Case) -> list[str] | None:
+    """On rank 2, one bit of every gathered bucket is not the owner's."""
+    wait = Bucket.wait_for_gather
+
+    def wrong(self: Bucket) -> None:
+        is_in_flight = self.gathering is not None
+        wait(self)
+        if is_in_flight and rank == 2:
+            flip(self.weights)
+
+    with pytest.MonkeyPatch.context() as patch:
+        check = ReplicaCheck(engine_of(rank, config_of(case, {}), case))
+        patch.setattr(Bucket, "wait_for_gather", wrong)
+        check.post(0)
+        return check.read(0)
+
+
+def test_a_rank_that_gathers_other_bits_than_the_owner_holds_is_named() -> None:
+    case = Case("gpt", dp=3, zero=3, num_layers=2, global_batch_size=3)
+    for found in run_ranks(gathers_wrong_bits, 3, case):
+        assert found is not None and len(found) == 1
+        assert found[0].startswith("rank 2 holds a different layers.0.") and found[0].endswith(
+            "ranks 0, 1 (dp replicas)"
+        )
