@@ -300,7 +300,7 @@ class Engine:
         loss_sum, total, dropped = self._world.all_reduce(vector, "validation").wait().tolist()
         if dropped:
             raise DivergenceError(f"Validation: {without_room(int(dropped))}.")
-        return float(loss_sum) / max(float(total), 1.0)
+        return float(loss_sum) / max(float(total), LEAST_LABELS)
 
     def post_stop(self, flags: StopFlags) -> Callable[[], list[float]]:
         """Post the all-reduce that sums the ranks' stop flags, outside a step.

@@ -215,7 +215,14 @@ def split_corpus(args: argparse.Namespace) -> int:
         bounds = bounds_of_shares(num_documents, shares)
     else:
         bounds = [0]
-        for count in _numbers("--documents", args.documents):
+        counts = _numbers("--documents", args.documents)
+        if parts := [count for count in counts if count != int(count)]:
+            refuse(
+                [
+                    f"--documents {args.documents}: {parts[0]:g} is no whole number; a document cannot be cut. Correct it."
+                ]
+            )
+        for count in counts:
             bounds.append(bounds[-1] + int(count))
         bounds.append(num_documents)
     records = split(args.prefix, args.output, bounds, force=args.force)

@@ -6,6 +6,7 @@ from pathlib import Path
 from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
+from triaxis.engine.data.run_tokenizer import corpora_of
 from triaxis.engine.layout.axis_groups import OF_REPLICAS
 from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
 from triaxis.launch.doctor.records import Needs, Size
@@ -91,11 +92,8 @@ def folders(config: Config) -> Mapping[str, Path]:
 
 
 def data_files(config: Config) -> list[Path]:
-    """Files of all corpora; empty for a run on random tokens."""
-    if config.data.synthetic:
-        return []
-    prefixes = dict.fromkeys(source.path for source in [*config.data.train, *(config.data.valid or [])])
-    return [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
+    """Files of all phases' corpora; empty for a run on random tokens."""
+    return [path for prefix in corpora_of(config) for path in (bin_path(prefix), idx_path(prefix))]
 
 
 def needs(config: Config, backend: str) -> Needs:

@@ -77,19 +77,20 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
     if not names:
         return _recorded(prefix, corpus, record, model)
     opened = _open(names)
+    name, tokenizer = opened[0]
     if record is not None:
         found = next((one for one in opened if is_recorded(one[1], record)), None)
         if found is None:
-            raise _other(prefix, record, opened[0][1], f"that of {model}", names)
+            raise _other(prefix, record, tokenizer, f"that of {model}", names)
         if record.tokenizer_identity:
             return Match(*found, corpus, "the corpus records this tokenizer", True)
-    name, tokenizer = opened[0]
+        name, tokenizer = found
     if largest >= tokenizer.vocab_size:
         raise DataError(
             f"{prefix} has id {largest:,}, and the tokenizer of {model} ends at {tokenizer.vocab_size - 1:,}: the corpus was "
             f"encoded with another one, and its ids would mean other words. {_again(names, prefix)}"
         )
-    return Match(name, tokenizer, corpus, f"the corpus records none; its ids are below {largest + 1:,}", False)
+    return Match(name, tokenizer, corpus, f"the corpus records no identity; its ids are below {largest + 1:,}", False)
 
 
 def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:

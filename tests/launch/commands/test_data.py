@@ -89,6 +89,9 @@ def test_look_join_and_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert "must be numbers above 0" in said(
         capsys, "data", "split", "both", "--parts", "1,no", "--output", "p", "q", code=2
     )
+    assert "1.5 is no whole number" in said(
+        capsys, "data", "split", "both", "--documents", "1.5", "--output", "p", "q", code=2
+    )
     assert "would get 30, 0" in said(capsys, "data", "split", "both", "--documents", "30", "--output", "p", "q", code=2)
 
 

@@ -83,6 +83,16 @@ def test_a_record_without_an_identity_proves_nothing(tmp_path: Path, model: Path
     assert "the same ids would mean other words" in refused(prefix, ["bytes"])
 
 
+@pytest.mark.usefixtures("in_process")
+def test_without_an_identity_the_tokenizer_with_the_recorded_vocabulary_is_taken(tmp_path: Path, model: Path) -> None:
+    other = make_tokenizer(tmp_path / "other", "a few other words, and more of them than before")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    prefix, record = corpus(tmp_path / "corpus", "bytes")
+    record_path(prefix).write_text(replace(record, tokenizer_identity="").to_json())
+    assert len(tokenizer["model"]["vocab"]) + 2 != record.num_embeddings
+    assert match_tokenizer(prefix, [str(other), "bytes"], 300, "the model").name == "bytes"
+
+
 def test_without_a_record_ids_are_compared(tmp_path: Path, model: Path) -> None:
     largest = load_tokenizer(str(model)).vocab_size - 1
     prefix = str(tmp_path / "theirs")
