@@ -66,7 +66,7 @@ def gradients_of_experts_are_reduced_over_dp() -> None:
 
     def init(self: GradBuffers, layouts: Any, parameters: Any, precision: Any, *rest: Any) -> None:
         made(self, layouts, parameters, precision, *rest)
-        _, axes, _ = rest
+        _, axes, *_ = rest
         for buffer in self.buffers:
             if _of_experts(buffer):
                 for bucket in buffer.buckets:
