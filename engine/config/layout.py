@@ -336,6 +336,7 @@ def replicas_are_even(subject: Subject) -> Iterator[Problem]:
     parallel, dp = subject.config.parallel, subject.dp
     if dp is None:
         return
+    # 0 if experts do not fit the ranks, which is an error of its own.
     expert_dp = dp * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
     if rule := uneven_replicas(dp, expert_dp or dp, parallel.dp_replicas):
         fits = math.gcd(dp, expert_dp or dp)

@@ -114,7 +114,7 @@ class OptimizerState:
         return state
 
     def piece(self, where: slice, kept: Mapping[StateKind, torch.Tensor]) -> "OptimizerState":
-        """Return the state of a part of the parameters, with other stored tensors, into which `copies` reads."""
+        """Return the state of a part of the parameters, over the stored tensors `kept` of as many elements."""
         return OptimizerState(self._parameters[where], kept)
 
     @property

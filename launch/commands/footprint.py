@@ -98,7 +98,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--ladder",
         action="store_true",
-        help="instead, and without a run: predicted memory and seconds of a step with parallel.zero 1, 2 and 3, as one table",
+        help="instead, and without a run: predicted memory and seconds with parallel.zero 1 to 3, without and with "
+        "optimizer.offload, as one table",
     )
     parser.add_argument(
         "--gpu-kind", metavar="GPU", help=f"with --ladder: GPUs that the run is predicted for (default: {DEVICE})"

@@ -103,19 +103,13 @@ def uses_nccl(config: Config) -> bool:
 def memory_rule(devices: Devices) -> Rule:
     """Build the rule that rejects a run if a rank is predicted to exceed its device's memory.
 
-    The rule reports nothing if the run uses CPUs, if `runtime.memory` is warn, or if the number of replicas is not known yet.
-    It also reports nothing if the configuration breaks a rule about a field that the prediction reads.
+    The rule reports nothing if the run uses CPUs, or if there is no prediction (`_prediction`).
     """
 
     def fits_devices(subject: Subject) -> Iterator[Problem]:
         config = subject.config
-        if not is_whole(config) or not uses_gpu(config) or config.runtime.memory == "warn" or subject.dp is None:
-            return
-        if any(map(_is_read, (key for _, key in broken_keys(subject, RULES)))):
-            return
-        try:
-            prediction = predict(config, parallel_sizes(config, subject.world_size), nccl=uses_nccl(config))
-        except ConfigError:  # `recompute: auto` finds nothing within its budget, which is an error of its own
+        prediction = _prediction(subject) if uses_gpu(config) else None
+        if prediction is None:
             return
         most = devices.for_each_rank(config, subject.ranks_per_node)
         if prediction.fullest.total > most:
@@ -132,7 +126,7 @@ def memory_rule(devices: Devices) -> Rule:
 def host_rule(host_bytes: int) -> Rule:
     """Build the rule that rejects a run if the state in host memory exceeds a node's.
 
-    The rule reports nothing if `runtime.memory` is warn, or if the configuration breaks a rule that the prediction reads.
+    The rule reports nothing without `optimizer.offload`, or if there is no prediction (`_prediction`).
 
     Args:
         host_bytes: memory of a node, or its container's limit.
@@ -140,13 +134,12 @@ def host_rule(host_bytes: int) -> Rule:
 
     def fits_hosts(subject: Subject) -> Iterator[Problem]:
         config = subject.config
-        if not is_whole(config) or config.optimizer.offload == "none" or config.runtime.memory == "warn":
+        prediction = _prediction(subject) if config.optimizer.offload == "cpu" else None
+        if prediction is None:
             return
-        if subject.dp is None or any(map(_is_read, (key for _, key in broken_keys(subject, RULES)))):
-            return
-        sizes = parallel_sizes(config, subject.world_size)
-        ranks = min(subject.ranks_per_node or sizes.world_size, sizes.world_size)
-        held = ranks * max(rank.host for rank in predict(config, sizes, nccl=uses_nccl(config)).ranks)
+        world_size = parallel_sizes(config, subject.world_size).world_size
+        ranks = min(subject.ranks_per_node or world_size, world_size)
+        held = ranks * max(rank.host for rank in prediction.ranks)
         if held > host_bytes:
             yield subject.problem(
                 "optimizer.offload",
@@ -157,6 +150,23 @@ def host_rule(host_bytes: int) -> Rule:
             )
 
     return fits_hosts
+
+
+def _prediction(subject: Subject) -> Prediction | None:
+    """Predict a run's memory.
+
+    Returns None if `runtime.memory` is warn, the number of replicas is not known yet, or the configuration breaks a rule about a
+    field that the prediction reads.
+    """
+    config = subject.config
+    if not is_whole(config) or config.runtime.memory == "warn" or subject.dp is None:
+        return None
+    if any(map(_is_read, (key for _, key in broken_keys(subject, RULES)))):
+        return None
+    try:
+        return predict(config, parallel_sizes(config, subject.world_size), nccl=uses_nccl(config))
+    except ConfigError:  # `recompute: auto` finds nothing within its budget, which is an error of its own
+        return None
 
 
 def _is_read(key: str) -> bool:

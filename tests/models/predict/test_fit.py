@@ -10,7 +10,7 @@ from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.section import Subject, with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
-from triaxis.models.predict.fit import Devices, fitting_changes, memory_line, memory_rule
+from triaxis.models.predict.fit import Devices, fitting_changes, host_rule, memory_line, memory_rule
 from triaxis.models.predict.rank_memory import GB, Memory, Prediction, predict
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -61,6 +61,19 @@ def test_what_fits_or_is_only_warned_of_or_is_unknown_is_not_refused() -> None:
     llama(*ONE_NODE, "runtime.device=cpu", gigabytes=80)
     llama("parallel.tp=1", "parallel.dp=null", "parallel.sequence_parallel=false", gigabytes=80)
     assert "memory = " in refused(*ONE_NODE[::2], "parallel.dp=null", gigabytes=80, world_size=8)[0]
+
+
+def test_state_in_host_memory_must_fit_a_node() -> None:
+    """12 bytes per parameter on the ranks of a node: all of them on one node, half of them with two nodes."""
+    config = load_config("llama3_8b", ["parallel.tp=1", "optimizer.offload=cpu"], {}, world_size=16)
+    host = predict(config, parallel_sizes(config, 16), nccl=True).fullest.host
+    assert 15.9 * host < 12 * 8.03e9 < 16.1 * host
+    assert problems(config, 16, 8, [host_rule(8 * host)]) == problems(config, 16, 16, [host_rule(16 * host)]) == []
+    (problem,) = problems(config, 16, 8, [host_rule(8 * host - 1)])
+    assert "optimizer.offload = cpu" in problem and "for 8 ranks on a node" in problem
+    assert "optimizer.offload = none" in problem
+    for key, value in (("optimizer.offload", "none"), ("runtime.memory", "warn")):
+        assert problems(with_value(config, key, value), 16, 8, [host_rule(1)]) == []
 
 
 def test_a_layout_that_breaks_a_rule_is_not_predicted() -> None:

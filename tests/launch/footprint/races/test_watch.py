@@ -354,24 +354,22 @@ def sum_over_replicas_before_the_reduction(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ReplicaSums, "sent", at_once)
 
 
-def reuse_a_place_before_its_state_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_waits_for(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = SideStream.wait
 
-    def unless_to_the_host(self: SideStream, mark: Any) -> None:
-        if "optimizer's stream to the host" not in self.stream.of.name:
+    def of_others(self: SideStream, mark: Any) -> None:
+        if stream not in self.stream.of.name:
             wait(self, mark)
 
-    monkeypatch.setattr(SideStream, "wait", unless_to_the_host)
+    monkeypatch.setattr(SideStream, "wait", of_others)
+
+
+def reuse_a_place_before_its_state_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_waits_for("optimizer's stream to the host", monkeypatch)
 
 
 def update_state_before_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = SideStream.wait
-
-    def unless_to_the_device(self: SideStream, mark: Any) -> None:
-        if "optimizer's stream to the device" not in self.stream.of.name:
-            wait(self, mark)
-
-    monkeypatch.setattr(SideStream, "wait", unless_to_the_device)
+    _without_waits_for("optimizer's stream to the device", monkeypatch)
 
 
 PIPELINE = Case("gpt", pp=2, num_layers=2, global_batch_size=4)

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.launch.start.process.test_failure import START_SECONDS, failure, write_log
+from triaxis.launch.start.host_memory import kernel_kills
 from triaxis.launch.start.process.failure import describe
 from triaxis.launch.start.process.named_causes import (
     BUS_ERROR,
     LOCKED_MEMORY_ADVICE,
+    OUT_OF_HOST_MEMORY,
     SHARED_MEMORY_ADVICE,
     named_causes,
 )
@@ -57,6 +59,15 @@ def test_a_bus_error_has_a_cause_where_the_log_names_none() -> None:
     assert named_causes("", -signal.SIGBUS) == [BUS_ERROR]
     assert named_causes(SHARED[0], -signal.SIGBUS) == named_causes(SHARED[0], 1)
     assert named_causes("", -signal.SIGSEGV) == []
+
+
+def test_a_rank_that_the_kernel_killed_is_short_of_host_memory(tmp_path: Path) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("oom_kill_disable 9\noom_kill 3\nnr_free_pages 4\n")
+    assert kernel_kills(counters) == 3 and kernel_kills(tmp_path / "none") == 0
+    text = describe(failure(3, -signal.SIGKILL), tmp_path, START_SECONDS, kernel_killed=True)
+    assert text.endswith(f"  cause: {OUT_OF_HOST_MEMORY}")
+    assert named_causes("", -signal.SIGKILL) == named_causes("", -signal.SIGTERM, kernel_killed=True) == []
 
 
 @pytest.mark.parametrize("rank", [0, 3])
