@@ -361,7 +361,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Steps of ours compared with a peer's, same model, tokens and layout, in interleaved pairs.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--layout", required=True, help="tp=2,pp=2,vpp=2,dp=1: as many ranks as torchrun starts")
+    parser.add_argument("--layout", required=True, help="tp=2,pp=2,vpp=2,dp=1,zero=1: as many ranks as torchrun starts")
     parser.add_argument("--peer", choices=list(PEERS), default="torch", help="the program to compare with")
     add_sizes(parser, "peers", seq=256, microbatches=4, micro_batch_size=2)
     options = parser.parse_args(argv)

@@ -1,7 +1,8 @@
 """A PyTorch user's program for the same model and layout: DTensor for tp, FSDP2 for dp, torch.distributed.pipelining for pp.
 
     tp    parallelize_module: column- and row-wise linear layers, sequence parallelism around them, loss_parallel
-    dp    fully_shard of each block and of the rest, parameters kept between microbatches, gradients reduced with the last one
+    dp    fully_shard of each block and of the rest; parallel.zero says what stays whole between microbatches:
+          1: parameters and gradients, reduced with the last one    2: parameters    3: neither
     pp    PipelineStage, Schedule1F1B, or with vpp > 1 ScheduleInterleaved1F1B
 
 A Llama in fp32: RMSNorm, RoPE, SwiGLU, no biases, untied head. Activations are [b, s, h], as in all of torch's examples.
@@ -150,7 +151,9 @@ class TorchPeer:
             apply_tensor_parallel(stage, self.mesh["tp"])
         if self.sizes.dp > 1:
             for part in [*stage.layers.values(), stage]:
-                fully_shard(part, mesh=self.mesh["dp"], reshard_after_forward=False)
+                # torch's own default for the outermost module: its parameters stay whole until the backward.
+                reshard = self.config.parallel.zero == 3 and part is not stage
+                fully_shard(part, mesh=self.mesh["dp"], reshard_after_forward=reshard)
                 cast(FSDPModule, part).set_gradient_divide_factor(1.0)
                 cast(FSDPModule, part).set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         return stage
@@ -181,7 +184,9 @@ class TorchPeer:
         parts = list(zip(tokens.split(size), labels.split(size), strict=True))
         for number, (ids, targets) in enumerate(parts):
             if self.sizes.dp > 1:
-                cast(FSDPModule, stage).set_requires_gradient_sync(number == len(parts) - 1)
+                is_last, zero = number == len(parts) - 1, self.config.parallel.zero
+                cast(FSDPModule, stage).set_requires_gradient_sync(is_last or zero > 1)
+                cast(FSDPModule, stage).set_reshard_after_backward(is_last or zero > 2)
             loss = self._loss(stage(ids), targets)
             loss.backward()
             losses.append(loss)

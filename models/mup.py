@@ -28,9 +28,9 @@ from triaxis.engine.config.groups import GroupFields, group_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.shard_spec import ParamSpec
-from triaxis.models.specs import model_specs
+from triaxis.models.specs import HEAD, WORD_EMBEDDING, model_specs
 
-ENDS = ("embedding.word.weight", "head.weight")
+ENDS = (WORD_EMBEDDING, HEAD)
 """Matrices with the vocabulary on one side."""
 
 

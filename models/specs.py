@@ -56,6 +56,9 @@ from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.shard_spec import Init, ParamSpec
 from triaxis.models.attention_specs import heads_specs, initial_gain
 
+WORD_EMBEDDING = "embedding.word.weight"
+HEAD = "head.weight"
+
 
 class StageContents(Protocol):
     """A pipeline stage's contents, as in `triaxis.engine.layout.partition.StageLayers`."""
@@ -99,7 +102,7 @@ def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ..
         if model.embedding_is_at_head and not stage.has_embedding:
             specs.append(_word_embedding(model))
         if not model.tie_embeddings:
-            specs.append(_vocabulary_matrix(model, "head.weight", tied_ends=False))
+            specs.append(_vocabulary_matrix(model, HEAD, tied_ends=False))
     for layer in stage.layers[stage.num_own :]:
         specs += layer_specs(model, layer)
     return tuple(specs)
@@ -222,7 +225,7 @@ def final_norm_specs(model: ModelConfig) -> Iterator[ParamSpec]:
 
 
 def _word_embedding(model: ModelConfig) -> ParamSpec:
-    return _vocabulary_matrix(model, "embedding.word.weight", tied_ends=model.embedding_is_at_head)
+    return _vocabulary_matrix(model, WORD_EMBEDDING, tied_ends=model.embedding_is_at_head)
 
 
 def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> ParamSpec:

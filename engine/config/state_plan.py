@@ -31,9 +31,6 @@ ITEMSIZE: Mapping[StoredDtype, int] = MappingProxyType({"int16": 2, "bf16": 2, "
 WEIGHT = "weight"
 MAIN_GRAD = "main_grad"
 
-NUM_SLOTS = 2
-"""Scratch places for whole buckets where a rank keeps only its part of them: one is filled while the other is sent."""
-
 PIECE_NUMEL = 2**23
 """Most elements of a piece of the optimizer's state in host memory: 100 MB of AdamW's."""
 
@@ -48,7 +45,7 @@ class StateRow:
     Attributes:
         kind: `weight`, `main_grad`, or a kind of the optimizer's state.
         is_cut: whether a rank keeps only the part that it owns.
-        has_slots: whether a rank also has `NUM_SLOTS` whole buckets, in which the kind is computed.
+        has_slots: whether a rank also has the buffer's slots, whole buckets in which the kind is computed.
     """
 
     kind: StateKind
@@ -59,7 +56,7 @@ class StateRow:
     def numel(self, layout: BufferLayout, owners: int) -> int:
         """Count a rank's elements; `owners` ranks share the buffer."""
         kept = layout.numel // owners if self.is_cut else layout.numel
-        return kept + (sum(layout.slot_numels(NUM_SLOTS)) if self.has_slots else 0)
+        return kept + (sum(layout.slot_numels()) if self.has_slots else 0)
 
     def nbytes(self, layout: BufferLayout, owners: int) -> int:
         """Count a rank's bytes; `owners` ranks share the buffer."""

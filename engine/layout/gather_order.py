@@ -6,6 +6,9 @@
 
 A pass in the same direction as the one before it (evaluation, gpipe) begins with one gather that nothing hides. A pass that turns
 back finds its first `slots` buckets in place.
+
+Embedding and head are buckets 1 and 0 of a buffer with one slot. Their forward posts the head's gather later, at the first use of
+a layer (`next_of_forward`); a backward finds the head in place and does not read the embedding.
 """
 
 
@@ -40,6 +43,17 @@ class GatherOrder:
         for each in gathered:
             self._held[each % self._slots] = each
         return gathered
+
+    def next_of_forward(self) -> int | None:
+        """Name the bucket to gather now into the only slot, whose bucket is done; None: there is none.
+
+        A named bucket counts as in the slot from now on.
+        """
+        following = self._last - 1
+        if self._slots > 1 or following < 0 or self._held[0] != self._last:
+            return None
+        self._held[0] = following
+        return following
 
     def clear(self) -> None:
         """Forget the contents of all slots, because the weights have changed; the next pass is a forward."""

@@ -15,6 +15,7 @@ All parameters in a buffer share a `BufferKey`: the same replicas, the same furt
 part is therefore summed, counted and clipped as a whole, and all replicas cut it identically.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -37,6 +38,7 @@ class BufferKey:
         reduce_over: axis for the first gradient sum; its ranks (in each replica of the state) own a part each.
         update: what changes them: the optimizer, a rule of their own, or nothing (frozen).
         cut: what each of these ranks keeps only its own part of.
+        of_ends: whether the parameters are the embedding and the head, which are cut apart from the layers.
     """
 
     replicas: ReplicaAxis | None
@@ -44,18 +46,29 @@ class BufferKey:
     reduce_over: ReduceAxis = "dp"
     update: Update = "optimizer"
     cut: Cut = "state"
+    of_ends: bool = False
 
     @classmethod
-    def of(cls, record: ParamRecord, zero: int = 1, owners: int = 1) -> "BufferKey":
+    def of(cls, record: ParamRecord, zero: int = 1, owners: int = 1, ends: int = 0) -> "BufferKey":
         """Build one parameter's key.
 
         Args:
             zero: stage of ZeRO. From 2 on, gradients of the layers' matrices are cut: nearly the whole model, and each layer's
-                backward computes all of its own.
+                backward computes all of its own. Ends are cut where their slot and the owned parts are smaller than both.
             owners: number of ranks that own a part each; one rank has nothing to cut.
+            ends: number of this rank's untied ends with the same update.
         """
-        cut = _CUTS[zero - 1] if owners > 1 and record.spec.is_layer_matrix else "state"
-        return cls(record.replicas, record.sum_over, record.reduce_over, record.update, cut)
+        of_ends = zero > 1 and owners > 2 and record.spec.is_untied_end and ends > 1
+        cut = _CUTS[zero - 1] if of_ends or (owners > 1 and record.spec.is_layer_matrix) else "state"
+        return cls(record.replicas, record.sum_over, record.reduce_over, record.update, cut, of_ends)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of whole buckets for which a rank has scratch memory, where it keeps only its own part.
+
+        Layers have two: one is filled while the other is sent. Ends have one, since the head's use follows the embedding's.
+        """
+        return 1 if self.of_ends else 2
 
     @property
     def is_trained(self) -> bool:
@@ -131,9 +144,9 @@ class BufferLayout:
     numel: int
     buckets: tuple[BucketLayout, ...]
 
-    def slot_numels(self, slots: int) -> list[int]:
-        """List each slot's length in elements, that of the longest bucket i with i mod `slots` = slot."""
-        lengths = [bucket.stop - bucket.start for bucket in self.buckets]
+    def slot_numels(self) -> list[int]:
+        """List each slot's length in elements, that of the longest bucket i with i mod (number of slots) = slot."""
+        lengths, slots = [bucket.stop - bucket.start for bucket in self.buckets], self.key.num_slots
         return [max(lengths[slot::slots]) for slot in range(min(slots, len(lengths)))]
 
     def segments(self, dp: int, dp_index: int) -> Iterator[Segment]:
@@ -163,15 +176,16 @@ def layout_parameters(
     Args:
         records: this rank's parameters, in forward order.
         dp: number of ranks that own a part of the dense parameters' state each.
-        bucket_numel: number of elements at which a bucket is closed; where main grads are cut, a bucket is a layer.
+        bucket_numel: number of elements at which a bucket is closed; where main grads are cut, a bucket is a layer or an end.
         expert_dp: number of ranks that own a part of the experts' state each.
         zero: stage of ZeRO (`BufferKey.of`).
         alignment: number of elements; every owned part is padded to a multiple (64 elements are 256 bytes in fp32).
     """
     owners = {"dp": dp, "expert_dp": expert_dp}
+    ends = Counter(record.update for record in records if record.spec.is_untied_end)
     by_key: dict[BufferKey, list[list[ParamRecord]]] = {}
     for before, record in zip([None, *records], records, strict=False):
-        groups = by_key.setdefault(BufferKey.of(record, zero, owners[record.reduce_over]), [])
+        groups = by_key.setdefault(BufferKey.of(record, zero, owners[record.reduce_over], ends[record.update]), [])
         # Only direct neighbors share a GEMM.
         if record.spec.fused_with_previous and groups and groups[-1][-1] is before:
             groups[-1].append(record)
@@ -196,7 +210,7 @@ def _fill_buckets(
         if key.cut == "state":
             is_full = at - start >= bucket_numel
         else:
-            is_full = following is not None and following[0].spec.layer != group[0].spec.layer
+            is_full = following is not None and following[0].spec.unit != group[0].spec.unit
         if is_full or following is None:
             at = start + -(-(at - start) // multiple) * multiple
             buckets.append(BucketLayout(start, at, tuple(entries)))

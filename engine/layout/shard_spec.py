@@ -94,6 +94,16 @@ class ParamSpec:
         return None if number is None else int(number[1])
 
     @property
+    def unit(self) -> int | str:
+        """Part of the model that it belongs to: the layer's number, or outside the layers its own name."""
+        return self.name if self.layer is None else self.layer
+
+    @property
+    def is_untied_end(self) -> bool:
+        """Whether it is the embedding of a model with a head of its own, or that head."""
+        return self.padded_size is not None and not self.tied_ends
+
+    @property
     def is_layer_matrix(self) -> bool:
         """Whether it is the weight of a linear layer inside a layer of the model."""
         return self.layer is not None and len(self.shape) > 1 and self.decay and not self.in_backward

@@ -49,14 +49,18 @@ class Slot:
 
 
 class WeightSlots:
-    """Two places for the weights of the buckets in use, where a rank keeps only its own part of them (ZeRO-3).
+    """Places for the weights of the buckets in use, where a rank keeps only its own part of them (ZeRO-3).
 
     The first use of a bucket waits for its gather and posts the one of the bucket that follows. That gather overwrites a bucket
-    whose last use was posted before, so the order of the streams keeps it safe.
+    whose last use was posted before, so the order of the streams keeps it safe. Embedding and head share one place; the first use
+    of a layer posts the head's gather.
 
     Args:
         buckets: the buffer's buckets, each with its slot's memory.
         slots: number of slots.
+
+    Attributes:
+        ends: places of the embedding and the head, if these are the layers'.
     """
 
     def __init__(self, buckets: "Sequence[Bucket]", slots: int) -> None:
@@ -65,20 +69,34 @@ class WeightSlots:
         self._order = GatherOrder(len(buckets), slots)
         self._held: list[Bucket | None] = [None] * slots
         self._used: Bucket | None = None
+        self.ends: Sequence[WeightSlots] = ()
 
     def use(self, bucket: "Bucket") -> None:
         """Wait until a bucket's weights are gathered; they stay complete until another bucket of the same buffer is used."""
         for number in self._order.use(self._numbers[id(bucket)]):
-            gathered, slot = self._buckets[number], number % len(self._held)
-            held, self._held[slot] = self._held[slot], gathered
-            if held is not None:
-                # A gather that nobody used may still write here.
-                held.wait_for_gather()
-            gathered.post_gather()
+            self._gather(number)
         bucket.wait_for_gather()
         if self._used is not None:
             self._used.is_complete = False
         bucket.is_complete, self._used = True, bucket
+        for ends in self.ends:
+            ends.gather_next()
+
+    def gather_next(self) -> None:
+        """Post the gather of the bucket that a forward uses next into the only place, whose bucket it has used."""
+        number = self._order.next_of_forward()
+        if number is not None:
+            self._gather(number)
+            if self._used is not None:
+                self._used.is_complete = False
+
+    def _gather(self, number: int) -> None:
+        gathered, slot = self._buckets[number], number % len(self._held)
+        held, self._held[slot] = self._held[slot], gathered
+        if held is not None:
+            # A gather that nobody used may still write here.
+            held.wait_for_gather()
+        gathered.post_gather()
 
     def clear(self) -> None:
         """Drop the gathered weights, which an update has changed."""

@@ -26,7 +26,7 @@ import torch
 
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
-from triaxis.engine.config.state_plan import MAIN_GRAD, NUM_SLOTS, WEIGHT, StateRow, state_rows
+from triaxis.engine.config.state_plan import MAIN_GRAD, WEIGHT, StateRow, state_rows
 from triaxis.engine.config.training import PrecisionConfig
 from triaxis.engine.layout.param_layout import BucketLayout, BufferLayout
 from triaxis.engine.layout.shard_spec import ReduceAxis
@@ -121,6 +121,10 @@ class GradBuffers:
                         bucket.expected[parameter] = 0
                     else:
                         parameter.bind(value, None, bucket)
+        in_slots = [(each.layout.key, each.weight_slots) for each in self.buffers if each.weight_slots is not None]
+        for key, slots in in_slots:
+            if not key.of_ends:
+                slots.ends = [ends for other, ends in in_slots if other.of_ends]
 
     @property
     def buckets(self) -> Iterator[Bucket]:
@@ -202,7 +206,7 @@ def _tensors(layout: BufferLayout, row: StateRow, owners: Axis, device: torch.de
     """Allocate a kind of a buffer's state: one flat tensor, or the owned parts and the slots."""
     lengths = [layout.numel]
     if row.is_cut:
-        lengths = [layout.numel // owners.size, *layout.slot_numels(NUM_SLOTS)]
+        lengths = [layout.numel // owners.size, *layout.slot_numels()]
     # Zeros for the padding: no gradient overwrites it, and the norm reads it with the owned parts.
     return [torch.zeros(numel, dtype=STORED_DTYPES[row.dtype], device=device) for numel in lengths]
 

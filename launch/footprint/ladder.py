@@ -103,14 +103,9 @@ class Ladder:
 
     @property
     def notes(self) -> list[str]:
-        """What the seconds leave out, and reasons why rows with memory have none, each once."""
+        """Reasons why rows with memory have no seconds, each once."""
         unknown = [rung.problem for rung in self.rungs if rung.memory and rung.problem]
-        notes = dict.fromkeys(f"seconds are unknown: {problem}" for problem in unknown)
-        if any(("optimizer.offload", "cpu") in rung.changes and rung.seconds for rung in self.rungs):
-            notes["offload: seconds do not count the copies to and from host memory that the update does not hide"] = (
-                None
-            )
-        return list(notes)
+        return list(dict.fromkeys(f"seconds are unknown: {problem}" for problem in unknown))
 
 
 def ladder(config: Config, device: str, *, rungs: Mapping[str, Changes] = RUNGS, measure: Measure = as_ours) -> Ladder:

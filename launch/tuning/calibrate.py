@@ -33,6 +33,7 @@ from rich.console import Console
 
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
+from triaxis.engine.device.copy_lane import lane_of
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -180,6 +181,8 @@ def measure_device(
         attention = list(_attention(device, dtypes["bf16" if is_cuda else "fp32"]))
         report("memory")
         stream = _stream_gb_per_s(device)
+        report("host memory")
+        host = _host_gb_per_s(device)
         report("host")
         host_us, launch_us = (0.0, _launch_us(device)) if is_cuda else (_host_us(device), 0.0)
     report("links")
@@ -198,6 +201,8 @@ def measure_device(
         "processors": torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1,
         "launch_us": round(launch_us, 2),
         "host_us": round(host_us, 2),
+        "host_gb_per_s": round(host, 2),
+        "copies_beside": is_cuda,
         "collective_gb_per_s": round(link.gb_per_s, 3),
         "collective_share": 1.0,
         "collective_us": round(link.call_us, 1),
@@ -303,6 +308,24 @@ def _stream_gb_per_s(device: torch.device) -> float:
     grad = torch.randn(GATED_TOKENS, GATED_WIDTH, device=device)
     seconds = _seconds(lambda: torch.autograd.grad(ActivationKernel("swiglu", EAGER)(x), x, grad), device)
     return 8 * 4 * GATED_TOKENS * GATED_WIDTH / seconds / 1e9
+
+
+def _host_gb_per_s(device: torch.device) -> float:
+    """Measure copies between the device and pinned host memory, in 10^9 bytes per second and direction.
+
+    On a GPU both directions run at once; on a CPU a copy fills the only lane.
+    """
+    is_cuda = device.type == "cuda"
+    places = [torch.zeros(STREAM_BYTES // 4, device=device) for _ in range(2)]
+    kept = [torch.zeros(STREAM_BYTES // 4, pin_memory=is_cuda) for _ in range(2)]
+    to_device, to_host = lane_of(device), lane_of(device)
+
+    def both() -> None:
+        arrived, departed = to_device.post([(places[0], kept[0])]), to_host.post([(kept[1], places[1])])
+        to_device.wait(arrived)
+        to_host.wait(departed)
+
+    return (1 if is_cuda else 2) * STREAM_BYTES / _seconds(both, device) / 1e9
 
 
 def _launch_us(device: torch.device) -> float:

@@ -46,7 +46,7 @@ from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces
 from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
 from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.plan import batch_plan, local_seq_length, part_length
-from triaxis.engine.config.state_plan import ITEMSIZE, NUM_SLOTS, layout_of, main_grad_dtype
+from triaxis.engine.config.state_plan import ITEMSIZE, layout_of, main_grad_dtype
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.gather_order import GatherOrder
 from triaxis.engine.layout.param_layout import BufferLayout
@@ -57,7 +57,7 @@ from triaxis.models.predict.experts.traffic import TOKENS, Choices, Passes, expe
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.state_memory import held_records
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT, recomputed_layers, tokens_of_microbatch
-from triaxis.models.specs import StageContents
+from triaxis.models.specs import HEAD, WORD_EMBEDDING, StageContents
 
 COUNT_BYTES = 8
 """Bytes of a count of choices."""
@@ -362,24 +362,30 @@ def _gathers(
     config: Config, sizes: ParallelSizes, at: Coordinates, stages: Sequence[StageContents], layout: BufferLayout
 ) -> Counter[int]:
     """Count a step's gathers of each bucket, by bucket index, under ZeRO-3; `stages` lists the contents of the rank's chunks."""
-    numbers = {bucket.entries[0].record.spec.layer: number for number, bucket in enumerate(layout.buckets)}
-    order = GatherOrder(len(layout.buckets), len(layout.slot_numels(NUM_SLOTS)))
+    numbers = {bucket.entries[0].record.spec.unit: number for number, bucket in enumerate(layout.buckets)}
+    order = GatherOrder(len(layout.buckets), len(layout.slot_numels()))
     counts: Counter[int] = Counter()
     for action in schedules.of_step(config, sizes).actions[at.pp]:
         stage = stages[action.chunk]
         # Delayed weight gradients read inputs and output gradients alone.
-        uses = {Kind.F: stage.layers, Kind.W: ()}.get(action.kind)
-        for layer in _backward_uses(config, stage) if uses is None else uses:
-            if layer in numbers:
-                counts.update(order.use(numbers[layer]))
+        uses = {Kind.F: _forward_uses(stage), Kind.W: ()}.get(action.kind)
+        for unit in _backward_uses(config, stage) if uses is None else uses:
+            if unit in numbers:
+                counts.update(order.use(numbers[unit]))
     return counts
 
 
-def _backward_uses(config: Config, stage: StageContents) -> Iterator[int]:
-    """Yield a stage's layers in the order in which a backward reads their weights.
+def _forward_uses(stage: StageContents) -> tuple[int | str, ...]:
+    """List a stage's units in the order in which a forward reads their weights; ends that it lacks have no bucket."""
+    return (WORD_EMBEDDING, *stage.layers, HEAD)
+
+
+def _backward_uses(config: Config, stage: StageContents) -> Iterator[int | str]:
+    """Yield a stage's units in the order in which a backward reads their weights; that of the embedding reads none.
 
     A recomputed group's layers are yielded twice: first to last for the forward, then last to first.
     """
+    yield HEAD
     recompute, layers, num_again = config.recompute, stage.layers, recomputed_layers(config, stage)
     size, of_own = recompute.num_layers if recompute.method == "uniform" else 1, min(stage.num_own, num_again)
     groups = [range(start, min(start + size, of_own)) for start in range(0, of_own, size)]

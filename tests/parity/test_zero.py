@@ -83,10 +83,20 @@ UPDATES = [
 ]
 
 
+ENDS = [
+    Case("llama", tp=2, dp=4, sequence_parallel=True, num_layers=3, global_batch_size=8),
+    Case("llama", dp=3, recompute=("full", "uniform", 2), head_tokens=7, num_layers=2, global_batch_size=9),
+    Case("qwen", cp=2, dp=2, documents=True, offload_state=True, num_layers=2, global_batch_size=8),
+    Case("llama", dp=4, schedule="gpipe", num_layers=1, global_batch_size=8),
+    Case("gpt_untied", dp=4, frozen=("embedding.*",), num_layers=2, global_batch_size=8),
+]
+"""Embedding and head are cut apart from the layers where three or more ranks own a part of each."""
+
+
 def more_cells() -> list[Case]:
     """The covering layouts of the other features, on two or more ranks that share gradients, with as many microbatches."""
     cells = []
-    for case in (*COVERING, *COVERING_TOO, *KINDS, *EXPERTS, *LATENTS, *MTP, *UPDATES):
+    for case in (*COVERING, *COVERING_TOO, *KINDS, *EXPERTS, *LATENTS, *MTP, *UPDATES, *ENDS):
         if case.dp * case.cp == 1:
             case = replace(case, dp=2, global_batch_size=2 * case.global_batch_size)
         if case.world_size <= 8:
@@ -169,6 +179,7 @@ def poisoned(rank: int, case: Case, weights: dict[str, torch.Tensor], num_steps:
         Case("llama", pp=2, dp=2, zero=2, schedule="zb_h1", num_layers=4, global_batch_size=8),
         Case("deepseek", dp=4, ep=2, zero=3, global_batch_size=8),
         Case("llama", dp=2, zero=3, recompute=("full", "uniform", 2), num_layers=4, global_batch_size=8),
+        Case("gpt_untied", dp=4, zero=3, num_layers=2, global_batch_size=8),
     ],
     ids=str,
 )

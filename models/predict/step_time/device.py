@@ -76,6 +76,8 @@ class Device:
         processors: number of processors, each of which computes one tile at a time.
         launch_us: microseconds between a kernel's end and the next kernel's start.
         host_us: microseconds that the host takes per kernel; they count if they exceed `launch_us`.
+        host_gb_per_s: rate of copies to pinned host memory, and of those from it, in 10^9 bytes per second.
+        copies_beside: whether these copies run beside kernels, in both directions at once.
         collective_share: share of a link's bandwidth that collectives reach.
         collective_us: microseconds that a collective with few bytes takes inside a node.
         collective_processors: processors that a collective takes from the kernels beside it.
@@ -92,6 +94,8 @@ class Device:
     processors: int
     launch_us: float
     host_us: float
+    host_gb_per_s: float
+    copies_beside: bool
     collective_share: float
     collective_us: float
     collective_processors: int
@@ -122,6 +126,21 @@ class Device:
             beside: the kernels' seconds.
         """
         return max(0.0, seconds - beside) + min(seconds, beside) * self.taken_share
+
+    def streamed_seconds(self, seconds: float, num_bytes: float, piece_bytes: float) -> float:
+        """Seconds of kernels whose data comes from host memory piece by piece and goes back there.
+
+        The first piece's way in and the last one's way out are exposed; the others run beside the kernels, if copies do.
+
+        Args:
+            seconds: the kernels' own seconds.
+            num_bytes: bytes that come, and that go.
+            piece_bytes: bytes of a piece.
+        """
+        rate = self.host_gb_per_s * 1e9
+        if not self.copies_beside:
+            return seconds + 2 * num_bytes / rate
+        return max(seconds, num_bytes / rate) + 2 * min(piece_bytes, num_bytes) / rate
 
     def gemm_seconds(self, m: float, n: float, k: float, dtype: str = "bf16", count: int = 1) -> float:
         """Seconds for `count` products [m, k] x [k, n] in one kernel, without its launch.

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from triaxis.engine.config.plan import batch_plan, rank_grid
+from triaxis.engine.config.state_plan import NUM_PLACES
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.errors import ConfigError
@@ -25,6 +26,7 @@ from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import Costs, simulate
 from triaxis.models.predict.cut import Memo, StageCut
 from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.predict.state_memory import state_bytes
 from triaxis.models.predict.step_time.cluster import Cluster
 from triaxis.models.predict.step_time.facts import Parameters, activation_bytes, element_bytes
 from triaxis.models.predict.step_time.implementation import OURS, Implementation
@@ -357,13 +359,18 @@ class _Step:
         return first + self.device.beyond(seconds - first, beside)
 
     def _optimizer(self) -> float:
-        """Compute the seconds of the optimizer's update, which memory traffic limits."""
-        most = max(self.parameters, key=lambda each: each.all)
-        numel, sizes = most.all, self.sizes
+        """Compute the seconds of the optimizer's update, which memory traffic limits, or the bus if its state is in host memory."""
+        rank = max(range(len(self.parameters)), key=lambda rank: self.parameters[rank].all)
+        most, sizes = self.parameters[rank], self.sizes
+        numel = most.all
         own = float(numel)
         if self.implementation.shards != "none":
             own = (numel - most.experts) / sizes.owners("dp") + most.experts / sizes.owners("expert_dp")
         whole = own if self.implementation.shards == "parameters" else numel
-        return self.timer.stream(
+        seconds = self.timer.stream(
             own * self.implementation.optimizer_bytes + whole * self.implementation.every_step_bytes
         )
+        if self.config.optimizer.offload == "none":
+            return seconds
+        state = state_bytes(self.config, sizes, [self.cut.stages[stage] for stage in self.cut.ranks[rank][0]])
+        return self.device.streamed_seconds(seconds, state.host, state.optimizer / NUM_PLACES)

@@ -27,6 +27,19 @@ def test_forwards_alone_begin_with_one_gather_that_nothing_hides() -> None:
         assert [len(each) for each in wanted[1:]] == [1, 1, 1, 1, 0]
 
 
+def test_the_head_is_gathered_into_the_embedding_s_place_when_layers_are_used() -> None:
+    order, (head, embedding) = GatherOrder(2, 1), (0, 1)
+    assert order.next_of_forward() is None, "the embedding is not there"
+    for _ in range(3):
+        assert order.use(embedding) == [embedding]
+        assert [order.next_of_forward() for _ in range(2)] == [head, None]
+        # The forward's use, then the backward's and its layers'.
+        assert order.use(head) == order.use(head) == []
+        assert order.next_of_forward() is None
+    order.clear()
+    assert order.use(embedding) == [embedding], "an update has changed it"
+
+
 @given(st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(0, 5), max_size=40))
 def test_a_used_bucket_is_gathered_after_its_slot_had_another(buckets: int, most_slots: int, uses: list[int]) -> None:
     slots = min(most_slots, buckets)

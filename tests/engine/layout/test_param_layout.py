@@ -1,5 +1,8 @@
 """The layout of the flat buffers: every parameter once, equal parts, nothing owned twice, the same on every replica."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,3 +98,26 @@ def test_the_backward_finishes_buckets_in_order_and_shared_gemms_are_adjacent() 
             assert second.record.spec.fused_with_previous
             assert first.stop == second.start
     assert any(len(bucket.entries) == 2 for bucket in sharded.buckets)
+
+
+@pytest.mark.parametrize(
+    ("tied", "dp", "frozen", "is_cut"),
+    [(False, 4, False, True), (False, 2, False, False), (True, 4, False, False), (False, 4, True, False)],
+)
+def test_ends_are_cut_where_one_slot_and_the_owned_parts_are_less_than_both(
+    tied: bool, dp: int, frozen: bool, is_cut: bool
+) -> None:
+    model = ModelConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=4, seq_length=4, vocab_size=16, tie_embeddings=tied
+    )
+    records = records_of(model, 1, 0, False)
+    if frozen:
+        records[0] = replace(records[0], is_frozen=True)
+    layouts = layout_parameters(records, dp=dp, bucket_numel=10**6, zero=3)
+    cut = {entry.record.name: layout for layout in layouts for bucket in layout.buckets for entry in bucket.entries}
+    ends = cut["embedding.word.weight"]
+    assert (ends.key.cut == "parameters") == is_cut
+    if is_cut:
+        assert [bucket.entries[0].record.name for bucket in ends.buckets] == ["head.weight", "embedding.word.weight"]
+        (slot,) = ends.slot_numels()
+        assert slot + ends.numel // dp < ends.numel, "fewer elements on a rank than both ends"

@@ -34,6 +34,7 @@ def test_a_measured_device_predicts_steps(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     device = load_device(path)
     assert device.name == "mine" and device.memory_gb > 0.5 and device.collective_us > 0
+    assert device.host_gb_per_s > 0 and not device.copies_beside
     assert {row.dtype for row in device.gemm} == {"bf16", "fp32"}
     assert {(row.direction, row.seq) for row in device.attention} == {
         (direction, seq) for direction in ("forward", "backward") for seq in (16, 64)

@@ -68,7 +68,7 @@ IN_CI = [
     # The dp axis is all ranks, whose group is that of the world.
     (Case("gpt", cp=4, dp=2, cp_method="ulysses", num_layers=2, global_batch_size=2), {"world", "cp"}),
     (Case("llama", tp=2, dp=2, zero=2, num_layers=3, global_batch_size=4), {"world", "tp", "dp"}),
-    (Case("llama", tp=2, dp=2, zero=3, num_layers=4, global_batch_size=4), {"world", "tp", "dp"}),
+    (Case("llama", tp=2, dp=4, zero=3, num_layers=4, global_batch_size=8), {"world", "tp", "dp"}),
     (
         Case("llama", tp=2, dp=4, dp_replicas=2, zero=2, num_layers=3, global_batch_size=8, offload_state=True),
         {"world", "tp", "dp_shard", "dp_replicas", "optimizer's"},

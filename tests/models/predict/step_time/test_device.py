@@ -1,5 +1,6 @@
 """Devices: their files, and the rates that are read off them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,12 @@ def test_unknown_devices_and_dtypes_are_named(tmp_path: Path) -> None:
     path.write_text("name: mine\n")
     with pytest.raises(ConfigError, match="memory_gb"):
         load_device(path)
+
+
+def test_state_from_host_memory_takes_what_the_update_does_not_hide() -> None:
+    rate = H100.host_gb_per_s * 1e9
+    seconds = H100.streamed_seconds(1.0, 2 * rate, 0.1 * rate)
+    assert seconds == pytest.approx(2.0 + 0.1 + 0.1), "the bus is slower: all copies in, and the last piece out"
+    assert H100.streamed_seconds(3.0, 2 * rate, 0.1 * rate) == pytest.approx(3.0 + 0.1 + 0.1)
+    alone = replace(H100, copies_beside=False).streamed_seconds(1.0, 2 * rate, 0.1 * rate)
+    assert alone == pytest.approx(1.0 + 2.0 + 2.0), "a CPU copies in turn"

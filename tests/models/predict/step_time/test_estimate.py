@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 
 from tests.models.predict.step_time.layouts import layout
 from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import simulate
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
+from triaxis.models.predict.step_time.device import load_device
 from triaxis.models.predict.step_time.estimate import SIMULATED_ROUNDS, Estimator, StepTime
 from triaxis.models.predict.step_time.implementation import OURS, Implementation
+from triaxis.models.specs import num_parameters
 
 WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "vocab_size": 32768}
 
@@ -145,3 +148,13 @@ def test_eight_products_more_cost_an_h100_what_its_table_says() -> None:
     flops = 6 * 8 * 12 * 4096**2 * 2 * 4096
     rate = flops / (times[1].components["compute"] - times[0].components["compute"]) * 1e-12
     assert 450 < rate < 700
+
+
+def test_an_update_whose_state_is_in_host_memory_is_as_long_as_its_copies() -> None:
+    config = layout(tp=2, pp=2, dp=2, model={**WIDE, "num_layers": 16})
+    state, updated = 12 * num_parameters(config.model) / 8, step(config).components["optimizer"]
+    device = load_device("H100-SXM-80GB")
+    found = step(with_value(config, "optimizer.offload", "cpu")).components["optimizer"]
+    copies = state / (device.host_gb_per_s * 1e9)
+    # Norms are on every tp rank, the tied embedding on both stages, and two pieces' copies are exposed.
+    assert updated < copies < found < 1.2 * copies
