@@ -12,6 +12,7 @@ from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
 from triaxis.engine.optimizer.bucket import Bucket, ReplicaSums, Slot, WeightSlots
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.engine.optimizer.host_state import InHostMemory
 from triaxis.models.gpt import chunk
 
 
@@ -71,6 +72,25 @@ def a_recomputed_layer_uses_what_its_slot_holds() -> None:
 
     WeightSlots.use = stale  # type: ignore[method-assign]
     chunk._run = ran
+
+
+def the_head_reads_the_embeddings_place() -> None:
+    """The head counts as gathered into the place that the two share, and is not."""
+    WeightSlots.gather_next = lambda self: self._order.next_of_forward()  # type: ignore[method-assign]
+
+
+def a_moment_does_not_return_to_host_memory() -> None:
+    """The last piece's first moment is updated in its place on the device alone."""
+    init = InHostMemory.__init__
+
+    def kept(self: InHostMemory, *args: Any) -> None:
+        init(self, *args)
+        last = self.pieces[-1]
+        homes = zip(last.owned.state.beside, last.home, strict=True)
+        copies = [(place, home.clone() if kind == "exp_avg" else home) for kind, (place, home) in homes]
+        self.pieces[-1] = replace(last, home=copies)
+
+    InHostMemory.__init__ = kept  # type: ignore[method-assign]
 
 
 def an_owned_part_is_not_summed_over_replicas() -> None:
@@ -135,6 +155,22 @@ BUGS = (
         anything,
         "dp",
         "with zero=1",
+    ),
+    Bug(
+        the_head_reads_the_embeddings_place,
+        Case("gpt_untied", dp=4, zero=3, num_layers=3),
+        "start",
+        lambda name: name == "head.weight",
+        "dp",
+        "with zero=1",
+    ),
+    Bug(
+        a_moment_does_not_return_to_host_memory,
+        Case("gpt", dp=2, offload_state=True, num_layers=2),
+        "exp_avg",
+        anything,
+        None,
+        "vanishes with optimizer.offload=none",
     ),
     Bug(
         an_owned_part_is_not_summed_over_replicas,
