@@ -94,13 +94,16 @@ ENDS = [
 
 
 def more_cells() -> list[Case]:
-    """The covering layouts of the other features, on two or more ranks that share gradients, with as many microbatches."""
+    """The covering layouts of the other features, on two or more ranks that share gradients, with as many microbatches.
+
+    In turn, the state of one stage or the other is in host memory.
+    """
     cells = []
-    for case in (*COVERING, *COVERING_TOO, *KINDS, *EXPERTS, *LATENTS, *MTP, *UPDATES, *ENDS):
+    for number, case in enumerate((*COVERING, *COVERING_TOO, *KINDS, *EXPERTS, *LATENTS, *MTP, *UPDATES, *ENDS)):
         if case.dp * case.cp == 1:
             case = replace(case, dp=2, global_batch_size=2 * case.global_batch_size)
         if case.world_size <= 8:
-            cells += [replace(case, zero=zero) for zero in (2, 3)]
+            cells += [replace(case, zero=zero, offload_state=(number + zero) % 2 == 0) for zero in (2, 3)]
     return list(dict.fromkeys(cells))
 
 
