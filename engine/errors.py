@@ -92,7 +92,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def attempt_name(attempt: int) -> str:
-    """Name an attempt for people, who count from 1. `attempt` counts from 0."""
+    """Format an attempt at a run for messages: `attempt` 0 is "attempt 1"."""
     return f"attempt {attempt + 1}"
 
 
@@ -182,7 +182,10 @@ class PeerLostError(TriaxisError):
 
 
 class NoRoomError(TriaxisError):
-    """A node where no folder has room for a rank's small file. The same command runs once a folder has room."""
+    """A heartbeat file for which no folder on the node has room.
+
+    The same command runs once a folder has room.
+    """
 
     exit_code = ExitCode.BROKE
 
@@ -194,9 +197,9 @@ class ReplicaError(TriaxisError):
 
 
 class DivergenceError(TriaxisError):
-    """A loss or gradient that is not finite, a loss that jumps, or token rows that experts' buffers cannot hold.
+    """A loss or gradient that is not finite, a loss spike, or overflowing expert buffers.
 
-    `resilience` sets no remedy, or none is left. Every rank raises this error after the same step.
+    The `resilience` settings give no remedy, or their remedies are used up. Every rank raises this error after the same step.
     """
 
     exit_code = ExitCode.DIVERGED

@@ -161,7 +161,7 @@ class Engine:
     ) -> BatchLosses:
         """Compute and reduce the gradients for one global batch, and return its losses.
 
-        The ledger's record begins anew.
+        The ledger, which records communication calls, is emptied first.
 
         Args:
             microbatches: this rank's part of the batch.
@@ -322,7 +322,7 @@ class Engine:
         return self.diverged.new_zeros(()) if self.load is None else self.load.overflow
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
-        """Compute [loss sum, counted tokens] on the device. The result is zero on all ranks but the last stage's tp rank 0."""
+        """Compute [loss sum, number of unmasked labels] on the device. Zeros except on the last stage's tp rank 0."""
         is_counted = bool(losses) and self.topology.coordinates.tp == 0
         tokens = to_device([is_counted * count_labels(microbatches)[0]], AGREEMENT_DTYPE, self.topology.device)
         return torch.cat((self._sums(losses, 1), tokens))

@@ -151,7 +151,7 @@ class PendingResult:
         )
 
     def _why(self, skip: Skip, numbers: Mapping[str, Any]) -> str:
-        """Explain an outlier or a divergence with its numbers and the rule. "" for any other `skip`."""
+        """Explain why a step is an outlier or has diverged, with its numbers and the exceeded limits. "" for any other `skip`."""
         limits, loss, grad_norm = self._limits, numbers["loss"], numbers["grad_norm"]
         if skip == "outlier":
             compared = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))

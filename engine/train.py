@@ -55,7 +55,7 @@ class Observer(ValidationObserver, Protocol):
 
     `begin` gets the number of steps made so far, when the run begins and after each rollback. `on_batch` gets a step's microbatches
     before its forward. `end_step` ends a step's measured time. `on_step` gets a step's numbers once the host has read them, mostly
-    during the next step. `on_allocator_retry` is called when receives change from early to late, because in step `step` the
+    during the next step. `on_allocator_retry` is called when receives stop being launched in advance, because in step `step` the
     allocators of `num_ranks` ranks had to free memory and try again.
     """
 
@@ -265,7 +265,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 def _after_update(run: TrainingRun, finished: FinishedStep) -> None:
     """Judge a step whose numbers were read, and pass them to the observer and the saver.
 
-    If an allocator had to free memory and retry, receives become late from now on.
+    If an allocator had to free memory and retry, every later receive is launched only just before its use.
     """
     result = finished.result
     run.guard.judge(finished.step, result)

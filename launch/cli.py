@@ -72,7 +72,7 @@ Options and overrides (section.key=value) follow in any order.
 
 
 class Command(Protocol):
-    """The interface of a module in `launch/commands/`."""
+    """Interface of a module in `launch/commands/`: `add_arguments` defines the options, `run` returns the exit code."""
 
     __name__: str
     add_arguments: "Callable[[CommandParser], None]"

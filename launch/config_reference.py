@@ -3,7 +3,7 @@
     triaxis config explain train.micro_batch_size   ->   one entry
     docs/config.md                                  ->   all entries, as `to_markdown` writes them
 
-Everything is read from the sections' own fields.
+Types, defaults and meanings are read from the fields of the config sections' classes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,8 +55,8 @@ class Entry:
         section: dotted name of the field's section.
         type: type and legal values, such as `integer, 1 to 16, or null`.
         default: default as YAML; `required` if there is none.
-        resume: rule on a resumed run's change, with the condition if there is one. `free`: allowed; `accept`: only if
-            `checkpoint.accept` names the field; `fixed`: refused.
+        resume: whether a resumed run may change the field, with the condition if there is one. `free`: yes; `accept`: only if
+            `checkpoint.accept` names the field; `fixed`: no.
         meaning: meaning and unit.
         variable: environment variable that sets the field; "": none does.
     """

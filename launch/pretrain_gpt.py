@@ -86,7 +86,7 @@ from triaxis.models.specs import model_specs
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of `[config.yaml, section.key=value ..., --from-scratch]`.
+    """Train on one rank, given the arguments `[config.yaml, section.key=value ..., --from-scratch]`.
 
     `triaxis.engine.errors.ExitCode` explains the exit codes.
     """
@@ -269,7 +269,7 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
 
 
 def _read_again(datasets: Datasets, config: Config) -> list[ReadAgain]:
-    """List the corpora whose validation part has fewer samples than a validation reads."""
+    """List the corpora whose validation split has fewer samples than one validation reads, so samples repeat."""
     if datasets.valid is None or config.eval.interval is None:
         return []
     return read_again(datasets.valid, config.eval.steps * config.train.global_batch_size)
@@ -350,7 +350,7 @@ def _report(
 
 @contextmanager
 def _summarizing(telemetry: Telemetry) -> Iterator[None]:
-    """Report an error as a missing part of the summary of a finished run."""
+    """Turn an error in the block into a warning that a part of the run's summary is missing."""
     try:
         yield
     except (DataError, ModelError, OSError) as error:

@@ -1,1 +1,1 @@
-"""A GPT cut into pipeline chunks and tensor-parallel shards, and what belongs to it."""
+"""The GPT, in pipeline chunks and tensor-parallel shards; inference, cost prediction and weight conversion."""

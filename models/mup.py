@@ -42,7 +42,7 @@ def mup_fields(config: Config, base_hidden_size: int, base_head_dim: int | None 
     Args:
         config: config of the model to train; lr, init_std and weight_decay have the base model's values.
         base_hidden_size: hidden size of the base model.
-        base_head_dim: head size of the base model; None: the same as here, so attention's scale stays 1 / sqrt(head_dim).
+        base_head_dim: head size of the base model; None: this model's head size, so attention's scale stays 1 / sqrt(head_dim).
 
     Raises:
         ConfigError: the rules do not cover some settings of the config.

@@ -61,7 +61,7 @@ HEAD = "head.weight"
 
 
 class StageContents(Protocol):
-    """A pipeline stage's contents, as in `triaxis.engine.layout.partition.StageLayers`."""
+    """A pipeline stage's layers, and whether it has embedding and head; see `engine/layout/partition.py`."""
 
     @property
     def layers(self) -> range: ...
@@ -138,7 +138,7 @@ def mlp_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
 
 
 def within(at: str, specs: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
-    """Prefix a part's parameter names with `at`."""
+    """Prefix each parameter's name with `at`, such as `layers.3.mlp.`."""
     return (replace(spec, name=f"{at}{spec.name}") for spec in specs)
 
 

@@ -53,7 +53,7 @@ class HostMemory:
         self.pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
 
     def send(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies to the host, and return their mark. The device tensors stay until `let_go`."""
+        """Start copies of the storages to host memory. Return a mark, with which `let_go` waits for these copies."""
         copies = []
         for each in moved:
             assert each.tensor is not None
@@ -69,9 +69,9 @@ class HostMemory:
             each.tensor = None
 
     def fetch(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies back to the device, and return their mark. Use the device tensors only after `arrived`.
+        """Start the copies back to the device. Return a mark, with which `arrived` waits for these copies.
 
-        The host buffers go back to the pool.
+        Use the device tensors only after `arrived`. The host buffers go back to the pool.
         """
         copies = []
         for each in moved:
@@ -89,5 +89,5 @@ class HostMemory:
 
     @property
     def num_free(self) -> int:
-        """Number of unused buffers."""
+        """Number of buffers in the pool that hold no activations."""
         return self.pool.num_free

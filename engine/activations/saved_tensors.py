@@ -24,7 +24,7 @@ class SavedTensors:
     """The policy that keeps every saved tensor of one rank's model chunks.
 
     Attributes:
-        parts: names of the parts to recompute.
+        parts: names of a layer's parts to recompute, such as `norm` and `attention`.
         host: host memory for moved tensors, or None if none is moved.
         is_replay: whether the running function is being recomputed in the backward.
     """
@@ -59,16 +59,16 @@ class SavedTensors:
         return output
 
     def recomputed(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap `function` without changing its result.
+        """Wrap `function`, a layer's part, without changing its result.
 
-        If `part` is recomputed, autograd saves the function and its inputs instead of the result.
+        If the policy recomputes this part, autograd saves the function and its inputs instead of the result.
         """
         return function
 
     def recomputed_inside(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap `function(tensors, *others)` without changing its result.
+        """Wrap `function(tensors, *others)`, a layer's part, without changing its result.
 
-        If `part` is recomputed, autograd saves only `tensors`, and the backward runs the whole function again.
+        If the policy recomputes this part, autograd saves only `tensors`, and the backward runs the whole function again.
         """
         return function
 

@@ -36,7 +36,7 @@ class SavingHooks(SavedTensors):
     """The policy for a run that recomputes or moves some saved tensors.
 
     Args:
-        parts: names of the parts to recompute.
+        parts: names of a layer's parts to recompute, such as `norm` and `attention`.
         host: host memory for moved tensors, or None if none is moved.
         min_bytes: size in bytes of the smallest storage that is moved.
         weights: function () -> this rank's weights, which are never moved.
@@ -178,7 +178,7 @@ class SavingHooks(SavedTensors):
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Identify the tensor's storage while the storage lives."""
+    """Return a number that identifies the tensor's storage, unique while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -235,7 +235,7 @@ class _Memo:
 
 
 class _Source:
-    """A function and its inputs, from which a tensor is recomputed once for all users."""
+    """A function and its inputs, from which a tensor is recomputed once for all saved views of it."""
 
     def __init__(self, function: Function, inputs: list[torch.Tensor], num_bytes: int) -> None:
         self.function = function
@@ -245,13 +245,13 @@ class _Source:
         self.made: torch.Tensor | None = None
 
     def use(self, pack: "Callable[[torch.Tensor], torch.Tensor | _View]") -> None:
-        """Count one more user. The first one also saves the inputs, by the policy `pack`."""
+        """Count one more saved view. The first one also saves the inputs, by the policy `pack`."""
         if not self.num_uses:
             self.inputs = [pack(each) for each in self.inputs if isinstance(each, torch.Tensor)]
         self.num_uses += 1
 
     def whole(self) -> torch.Tensor:
-        """Return the tensor. The first user's call computes it, and the last user's call drops it."""
+        """Return the tensor. The first view's call computes it, and the last view's call drops it."""
         made = self.made
         if made is None:
             with torch.no_grad():
@@ -308,7 +308,7 @@ class _Layer:
     _is_fetched: bool = False
 
     def moved(self, tensor: torch.Tensor) -> _Fetched:
-        """Add the tensor's storage to those that move. The storage is held until `let_go`, so its identity stays unique."""
+        """Add the tensor's storage to the layer's moved ones. They live until `let_go`, so identities stay unique."""
         key = _identity(tensor)
         if key not in self._moved:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()

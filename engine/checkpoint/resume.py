@@ -332,7 +332,8 @@ def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
 def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
     """List the allowed differences between the checkpoint's data and the run's, as printable lines.
 
-    Only parts that both have are compared. A tokenizer that alone differs from a saved `bytes` is allowed: bytes were assumed.
+    Only entries that both have are compared. A saved tokenizer `bytes` may differ if the samples do not, because earlier versions
+    assumed `bytes`.
 
     Raises:
         CheckpointError: the tokenizer differs otherwise, or a corpus differs and `accept` does not name the data.

@@ -52,10 +52,10 @@ class Change:
 
 
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
-    """List every field that differs between a saved configuration and `config`, in field order.
+    """List every field that differs between a saved configuration and `config`, in the order of the fields.
 
-    An unsaved field counts as its default if its section was saved or the field affects only speed. Other unsaved fields count as
-    "absent". If a section is null on one side, the other side's fields are the differences. `sequence_counts` is no difference if
+    An unsaved field has its default if its section was saved or the field affects only speed. Other unsaved fields have the value
+    "absent". If a section is null on one side, each field on the other side is a difference. `sequence_counts` is no difference if
     the saved run does not record it. Secrets are not compared. Neither are fields that a phase sets; `phases` is
     compared as a whole.
     """
@@ -83,9 +83,10 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
-    """Return `config` with `sequence_counts: choices` if the saved run's sequence loss counted choices.
+    """Return `config` with `sequence_counts: choices` if the saved run's sequence loss (MoE) counted chosen experts.
 
-    `config` is returned unchanged if `checkpoint.accept` names the field, or the saved run has no sequence loss.
+    Runs that do not record the field counted chosen experts. `config` is returned unchanged if `checkpoint.accept` names the
+    field, or the saved run has no sequence loss.
 
     Args:
         there: the saved run's configuration, as JSON.

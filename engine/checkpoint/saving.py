@@ -57,7 +57,7 @@ class RunFacts:
     Attributes:
         run: name of the run directory.
         attempt: attempt number, from 0.
-        data: fingerprints of the training data by part, the tokenizer's identity, and the end-of-document id.
+        data: the samples' fingerprint (under the phase's name), the tokenizer's identity, and the end-of-document id.
         lineage: the run's ancestors, oldest first.
         wandb_id: function () -> the wandb run's id, once known.
         specs: all parameters of the model (a rank's engine holds only its own).
@@ -100,7 +100,7 @@ class _Committed:
 
 
 class CheckpointSaver:
-    """One rank's share in saving a run's checkpoints.
+    """Saver of a run's checkpoints. Every rank has one, and all save together.
 
     Args:
         engine: source of the saved state.
@@ -270,7 +270,7 @@ class CheckpointSaver:
             self._notices.on_retired(committed.retired)
 
     def _fail(self) -> None:
-        """Exchange reasons between all ranks, remove the written files, and go back to IDLE."""
+        """Gather all ranks' failure reasons, remove the written files, report the failure, and go back to IDLE."""
         assert self._saving is not None
         future = self._pending()
         error = future.exception() if future is not None else None

@@ -53,8 +53,9 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
     saved starts as the loaded weights. A parameter that was frozen and is now trained starts with zero moments, and with its weight
     as average.
 
-    Besides the state, memory holds two pieces, and one kind's values in the accumulation dtype if they are stored otherwise. Only a
-    rank that finds an error raises, so all ranks must agree before any continues. After an error the engine is partly filled.
+    Besides the state, memory holds two pieces of the files. If the state is stored in another dtype, memory also holds one kind's
+    values in the accumulation dtype. Only a rank that finds an error raises, so all ranks must agree before any continues. After an
+    error the engine is partly filled.
 
     Returns:
         The state to continue from: with `all` the checkpoint's own, with `weights` that of a fresh start.

@@ -36,7 +36,7 @@ RETRY_PAUSES_SECONDS = (1.0, 4.0)
 
 
 class FromCpu:
-    """A `ToHost` for state in CPU memory. `post` copies at once, so `finish` has nothing to wait for."""
+    """Copier for state that is already in CPU memory. `post` copies at once, so `finish` has nothing to wait for."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -23,7 +23,7 @@ class SaveFlags(NamedTuple):
 
 
 class StopFlags(NamedTuple):
-    """Requests to stop, from `engine/comm/stop.py`."""
+    """Requests to stop the run, one flag per reason (`engine/comm/stop.py`)."""
 
     preempted: float = 0.0
     interrupted: float = 0.0
@@ -43,7 +43,7 @@ class StepFlags(NamedTuple):
     retried: float = 0.0
 
     def values(self) -> tuple[float, ...]:
-        """List the flags in the vector's order."""
+        """List the flags in their order in the step's all-reduced vector."""
         return (*self.save, *self.stop, self.retried)
 
     @classmethod

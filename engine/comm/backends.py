@@ -49,7 +49,7 @@ class Pending:
         result: tensor that `wait` returns, unless `finish` computes another.
         work: the backend's handles; empty if nothing is in flight.
         finish: function () -> result, called once the handles have completed; None: the result is `result`.
-        written: the call's ledger and event, which the ledger's observers follow; None: the call is not recorded.
+        written: (ledger, event) that record the call; the ledger's observers are notified; None: the call is not recorded.
         keep: further tensors to keep alive until the wait.
     """
 
@@ -117,7 +117,7 @@ class _TakenSend:
 
 
 class Backend:
-    """The calls on one axis's process group.
+    """One process group and its torch.distributed calls, the same for every backend.
 
     Args:
         group: process group with more than one rank.

@@ -147,7 +147,7 @@ class Axis:
         return Pending(tensor, work, written=(self.ledger, posted))
 
     def exchange(self, messages: Sequence[Message], purpose: str) -> list[Pending]:
-        """Post messages as one group call, and return one `Pending` per message in order. A one-rank axis cannot."""
+        """Post messages as one group call, and return one `Pending` per message, in order. Not for a one-rank axis."""
         assert self._backend is not None, "a one-rank pipeline hands over locally"
         events = [
             self.ledger.post(message.kind, self.name, purpose, message.tensor, self.size, message.peer, place)

@@ -1,4 +1,4 @@
-"""Chooses a rank's device and backend, and checks that all ranks' choices fit together.
+"""Chooses a rank's device and backend, and checks that all ranks' choices are compatible.
 
 `place` follows the launcher's decision (`triaxis.engine.device.gpus`) or raises an error. `judge_places` runs on rank 0 before any
 group is created, so one bad rank stops all ranks with one error.
@@ -38,7 +38,7 @@ class Place:
 def place(config: RuntimeConfig, local_rank: int, variables: Mapping[str, str]) -> Place:
     """Choose this rank's device and backend.
 
-    The launcher's decision counts. If our launcher did not start this rank, the same rules apply here.
+    The launcher's decision is followed. If our launcher did not start this rank, the rank decides by the same rules.
 
     Args:
         config: the config's `runtime` section.
@@ -108,7 +108,7 @@ def facts_of(where: Place) -> Facts:
 
 
 def judge_places(every: Sequence[Facts]) -> str | None:
-    """Describe why the ranks' devices or backends do not fit together, or return None.
+    """Describe why the ranks' devices or backends are incompatible, or return None.
 
     Args:
         every: each rank's `facts_of`, in rank order. A rank without a `Place` gives `host` and `problem` instead.

@@ -82,7 +82,7 @@ class RankEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """One rank after `start`, until `close` destroys the default process group."""
+    """A started rank and its device. `close` destroys the default process group, if there is one."""
 
     environment: RankEnvironment
     device: torch.device
@@ -157,8 +157,8 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
     listens on all interfaces.
 
     Raises:
-        TopologyError: raised on every rank, if one rank cannot use its device, or if the ranks' devices and backends do not fit
-            together.
+        TopologyError: raised on every rank, if one rank cannot use its device, or if the ranks' devices and backends are
+            incompatible.
         PeerLostError: a rank does not answer within `runtime.timeout_seconds`.
     """
     os.environ.update(compile_threads(environment.local_world_size, os.environ))

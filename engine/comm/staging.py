@@ -194,14 +194,14 @@ class Staging:
         return cast(torch.cuda.Event, self._cuda.current_stream(self._device).record_event())
 
     def _lend(self, tensor: torch.Tensor) -> None:
-        """Let the owner release the tensor before the side stream has copied it."""
+        """Keep the tensor's memory from reuse until the side stream has copied it, even if its owner frees it."""
         assert self._side is not None
         tensor.record_stream(self._side)
 
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to copy each tensor to its stand-in, and return a function that waits.
+        """Begin to copy each tensor to its stand-in, and return a function that waits for these copies.
 
-        If there are no streams, that function makes the copies.
+        Without streams, the returned function makes the copies instead.
         """
         if self._cuda is None or self._side is None:
             return lambda: _copy(copies)

@@ -6,7 +6,7 @@
     SIGINT again        -              end at once, nothing is saved
 
 A handler only sets a flag. The step's small all-reduce sums the flags, so all ranks stop after the same step and save it together.
-Each validation batch and each token of the sample text also sums them.
+The flags are also summed with each validation batch and each token of the sample text.
 
 Before training there is nothing to save, so these signals end the rank. In `evaluate`, `generate` and `verify`, they end the rank
 at any time.

@@ -139,9 +139,10 @@ class Topology:
     def _add(
         self, name: str, ranks: tuple[int, ...], channel: str, sharers: Sequence[str], timeout: timedelta | None
     ) -> None:
-        """Create the axis `name`, and its process group unless another of the axes in `sharers` has created it.
+        """Create the axis `name`, and its process group unless an earlier axis has created the group.
 
-        Every rank walks the axes in the same order, so a group's members create it at the same point.
+        Axes with the same ranks and `channel` share a group; `sharers` names them all. `channel` is `forward` or `backward` for the
+        pipeline's messages, else empty.
         """
         group, carrier = None, None
         if len(ranks) > 1:

@@ -40,7 +40,7 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadSlices:
-    """Slices for one piece's key/value heads and for the query heads that read them."""
+    """One piece of heads: a slice of key/value heads, and the slice of query heads that read them."""
 
     keys: slice
     queries: slice
@@ -51,7 +51,7 @@ class ContextParallelRegion:
     """Context-parallel axis and its gather settings.
 
     Attributes:
-        axis: ranks that share each row.
+        axis: ranks that share each row (sample).
         keeps_gathered: whether gathered keys and values are saved for the backward, instead of gathered again.
         sums_wide: whether key and value gradients are summed in the accumulation dtype rather than the run's dtype.
     """
@@ -66,12 +66,12 @@ class ContextParallelRegion:
         return cls(axis, recompute.gathered_kv == "keep", parallel.cp_gradients == "accumulation")
 
     def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[KeysAndValues]:
-        """Yield each piece's whole keys and values [b, n_j, s, d] in row order.
+        """Gather and yield each piece's keys and values for whole rows, [b, n_j, s, d].
 
-        The next piece's gather is in flight meanwhile.
+        Tokens are in row order. The next piece's gather is in flight meanwhile.
 
         Args:
-            packed: this rank's part in each piece, [s/c, b, 2, n_j, d] (`pack_keys_and_values`).
+            packed: this rank's keys and values for each piece of heads, [s/c, b, 2, n_j, d] (`pack_keys_and_values`).
         """
         under_way: list[Pending] = []
         for shard in packed:

@@ -43,8 +43,8 @@ class ContextCut:
     def __call__(self, whole: MicroBatch) -> MicroBatch:
         """Extract this rank's part from a microbatch on the CPU.
 
-        `num_tokens` and `num_ahead` become the part's. With documents and gathered keys, `rank_work` is every cp rank's work. A
-        single cp rank gets the microbatch itself.
+        `num_tokens` and `num_ahead` then count labels in this part only. If rows have documents and ranks gather keys, `rank_work`
+        lists each cp rank's attention work. A single cp rank gets the microbatch itself.
         """
         b, s = whole.tokens.shape
         rows = ((s,),) * b if whole.documents is None else whole.documents.lengths

@@ -18,7 +18,10 @@ def work_of_ranks(rows: Sequence[Sequence[int]], size: int, windows: Windows) ->
 
 
 def imbalance(microbatches: Sequence[Sequence[int]]) -> float:
-    """Divide the summed largest work by the summed mean work. A microbatch lists its ranks' work."""
+    """Divide the sum of the microbatches' largest work by the sum of their mean work.
+
+    Each microbatch is the list of its ranks' work.
+    """
     return sum(map(max, microbatches)) * len(microbatches[0]) / sum(map(sum, microbatches))
 
 

@@ -1,4 +1,4 @@
-"""Chooses the mixer by which a run's attention reaches whole rows."""
+"""Chooses a run's mixer, by which attention reaches keys and values on other ranks."""
 
 from collections.abc import Callable
 from functools import partial

@@ -65,7 +65,7 @@ class Mixer:
         Args:
             q: queries for this rank's tokens.
             rows: inputs to `made` for the same tokens, [s, b, n_i, d_i] each.
-            mask: whole-row mask, including this rank's part.
+            mask: mask for whole rows; `mask.part` gives the positions of this rank's queries.
             keys: dropout keys, or None to drop nothing.
         """
         return self.mixed(q, rows, mask, keys)
@@ -75,7 +75,7 @@ class Mixer:
     ) -> torch.Tensor:
         """Attend from q [s, b, n, d] to rows [s_k, b, ..] -> [s, b, n * d_v].
 
-        q's heads are this rank's, from number `first` on. The backward recomputes attention if `saved` recomputes that part.
+        q has this rank's query heads from index `first` on. The backward recomputes attention if `saved` recomputes that part.
         """
         return self._attended(heads_first(q, *rows), self.kernels.choices.attention, mask, keys, first)
 
@@ -84,8 +84,8 @@ class Mixer:
     ) -> torch.Tensor:
         """Attend from q [b, n, s, d] to rows [b, .., s_k, ..] -> [s, b, n * d_v].
 
-        `tensors` is (q, *rows). Attention is causal if s_k = s. If s = 1, the query is at the last of s_k positions. Otherwise q is
-        the part of the rows that the mask names.
+        `tensors` is (q, *rows). Attention is causal if s_k = s. If s = 1, the query is at the last of s_k positions. Otherwise
+        `mask.part` gives the positions of q's tokens in the rows.
         """
         q, *rows = tensors
         return self.attend(kernel, mask, keys, first, q, *self.made(*rows))

@@ -112,7 +112,7 @@ class Blend:
         return source, periods * self.shares[source] + int(self._rank[place])
 
     def next_of_each(self, sample_id: int) -> list[tuple[SampleSource, int]]:
-        """List (source, id of the source's first sample unused before `sample_id`) for each source."""
+        """List (source, id of its next sample) for each source, when the blend has reached `sample_id`."""
         periods, place = divmod(sample_id - self.first_id, len(self._table))
         taken = np.bincount(self._table[:place], minlength=len(self.sources))
         starts = zip(self.sources, self.shares, taken, strict=True)

@@ -46,7 +46,7 @@ ENDS_AT_START = 100
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """A run's train, valid and test samples. A part that is not configured is None."""
+    """A run's train, valid and test samples. A split that is not configured is None."""
 
     train: SampleSource
     """Training samples. If the sample length or blend changes during the run: the present segment's samples, numbered from 0."""
@@ -81,7 +81,7 @@ def open_datasets(
         cache_dir: folder for index caches, overriding `data.cache_dir`; if neither is set, PREFIX.cache next to each corpus.
         vocab_size: model vocabulary without padding; a corpus with larger ids is refused.
         own: extension that provides the `extension:NAME` corpora.
-        segments: run segments up to the present one, if the samples change during the run (`data_segments`).
+        segments: parts of the run so far, each with one blend and one sample length (`data_segments`).
         progress: observer notified while orders are built.
 
     Raises:
@@ -163,7 +163,7 @@ def open_datasets(
 
 
 def open_run_datasets(config: Config, progress: Progress | None = None) -> Datasets:
-    """Open a run's datasets for the phase that its configuration describes."""
+    """Open a run's train, valid and test samples for the training phase that `config` describes."""
     return open_datasets(
         config.data,
         config.model.seq_length,
@@ -176,7 +176,7 @@ def open_run_datasets(config: Config, progress: Progress | None = None) -> Datas
 
 
 def open_orders(source: SampleSource, sample_id: int) -> None:
-    """Build and cache each corpus's order for the epoch that `sample_id` has reached.
+    """Build and cache each corpus's sample order for the epoch reached at sample `sample_id`.
 
     Raises:
         DataError: the index cache cannot be written.
@@ -189,14 +189,14 @@ def open_orders(source: SampleSource, sample_id: int) -> None:
 def continued(
     segments: Sequence[DataSegment], skipped: SkippedRanges, open_stream: Callable[[str, int], SampleStream]
 ) -> Blend:
-    """Open the last segment's samples, indexed by ids in the run.
+    """Open the last segment's samples, indexed by the run's sample ids.
 
-    Each corpus continues where earlier segments stopped.
+    A segment is a part of the run with one blend and sample length. Each corpus continues where earlier segments stopped.
 
     Args:
-        segments: run segments, in order.
-        skipped: sample ids that the run leaves out; they count as read.
-        open_stream: function that opens a corpus by its prefix, cut to a sample length.
+        segments: segments in order.
+        skipped: skipped sample ids; they count as read.
+        open_stream: function (corpus prefix, sample length) -> corpus stream.
     """
     *earlier, present = segments
     # A segment's first id follows the id of the last sample before it.
@@ -220,7 +220,7 @@ def continued(
 
 
 def unbroken_corpora(source: SampleSource) -> list[str]:
-    """List the corpora that seem to have lost their document ends. Their mean document is longer than UNBROKEN samples."""
+    """List the corpora whose mean document exceeds UNBROKEN samples: document ends are probably missing."""
     return [
         stream.corpus.prefix
         for stream in _streams(source)

@@ -56,7 +56,7 @@ class Documents:
         return all(len(row) == 1 for row in self.lengths)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Documents":
-        """Apply `change` to both tensors, for example to copy them to a device."""
+        """Apply `change` to `boundaries` and `numbers`, for example to copy them to a device."""
         return replace(self, boundaries=change(self.boundaries), numbers=change(self.numbers))
 
 

@@ -1,11 +1,11 @@
-"""Builds an epoch's order once per node, in a hashed cache file.
+"""Builds an epoch's document and sample orders once per node, in a hashed cache file.
 
-    document_order  int64 [D]      document numbers in this epoch's order, from 0 within the documents' part of the split
+    document_order  int64 [D]      document numbers in this epoch's order; 0 is the first document in the split
     token_offsets   int64 [D + 1]  each document's start in the epoch's token stream, in that order, then the stream's length
     sample_order    int64 [n]      index of each sample in the stream, in training order
 
-Each order depends on the seed, the epoch and its own length, never on the run length. So a longer run extends a shorter one. An
-epoch also keeps its token stream if it is cut into samples of another length (`engine/data/remainder.py`).
+Each order depends on the seed, the epoch and its number of elements, never on the run length. So a longer run extends a shorter
+one. An epoch also keeps its token stream if it is cut into samples of another length (`engine/data/remainder.py`).
 """
 
 import json

@@ -66,7 +66,7 @@ def count_labels(microbatches: Sequence[MicroBatch]) -> list[float]:
 
 
 class Batches:
-    """One dp rank's steps in order, without end, starting at `consumed_samples`.
+    """An endless sequence of one dp rank's steps, starting after `consumed_samples` samples.
 
     Args:
         dataset: source that has every sample id >= 0.
@@ -77,9 +77,9 @@ class Batches:
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
         attention, positions: values of the settings `data.attention` and `data.positions`.
         num_ahead: D, number of tokens beyond the next one that each position predicts (`model.mtp.num_layers`).
-        weigh: function (tokens, labels, mask) -> label weights [b, s] (`triaxis.engine.config.extension.LossPart`);
-            None: the loss mask alone counts labels.
-        cut: function (microbatch) -> this rank's part of the microbatch; None: ranks hold whole rows.
+        weigh: function (tokens, labels, mask) -> label weights [b, s] (`triaxis.engine.config.extension.LossPart`); None: the loss
+            mask alone counts labels.
+        cut: function (microbatch) -> this context-parallel rank's tokens of it; None: ranks hold whole rows.
 
     Raises:
         DataError: prefetch_steps < 1.
@@ -139,7 +139,7 @@ class Batches:
         return [self._to_device(microbatch) for microbatch in microbatches]
 
     def next_labels(self) -> list[float]:
-        """Wait for the upcoming step and return its `count_labels`; zeros if it cannot be read."""
+        """Wait for the upcoming step and return its label counts (`count_labels`); zeros if the step cannot be read."""
         upcoming = self._ahead[0]
         return [0] * (1 + self._num_ahead) if upcoming.exception() else count_labels(upcoming.result())
 

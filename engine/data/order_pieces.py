@@ -4,10 +4,10 @@ Each line shows a piece's input, the operation, and where the result goes:
 
     a block of numbers (random bits | index)      -- sort -->       FILE.runs, one sorted run per block
     a range of values, collected from all runs    -- sort -->       its place in FILE.building
-    a block of document lengths, in that order    -- add up -->     token offsets in FILE.building
+    a block of document lengths, shuffled         -- add up -->     token offsets in FILE.building
 
-The journal FILE.done counts a piece after the files were synced to the disk. All numbers differ, so the result has the same bits as
-`triaxis.engine.data.shuffle.permutation`. At the end, FILE.building becomes the cache file.
+The journal FILE.done counts a piece after the files were synced to the disk. No two numbers are equal, so the result is identical
+to `triaxis.engine.data.shuffle.permutation`. At the end, FILE.building becomes the cache file.
 """
 
 import json
@@ -121,7 +121,7 @@ def _blocks(count: int) -> list[tuple[int, int]]:
 
 
 def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
-    """Yield the steps that compute `permutation(len(out), *key)`."""
+    """Yield functions that together write `permutation(len(out), *key)` to `out`. `runs` holds sorted blocks."""
     count = len(out)
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     mask = (np.uint64(1) << index_bits) - np.uint64(1)
@@ -155,7 +155,7 @@ def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
 
 
 def _adding(order: Int64s, offsets: Int64s, lengths: Int64s) -> _Steps:
-    """Yield the steps that fill `offsets` with the document lengths' running sum, from 0."""
+    """Yield functions that fill `offsets` with the running sum of the ordered documents' lengths, from 0."""
 
     def add(start: int, stop: int) -> None:
         if start == 0:

@@ -1,7 +1,7 @@
 """Cuts an epoch's unread tokens into new samples after a run changes its sample length.
 
     epoch, cut by 4     |0 . . .|1 . . .|2 . . .|3 . . .|4 . . .|     samples 3 and 0 were read, but not 1, 2 and 4
-    unread pieces               |1 . . . 2 . . . x|     |4 . . . x|     x is the last label, which is no input here
+    unread pieces               |1 . . . 2 . . . x|     |4 . . . x|     x is a piece's last label, not an input
     cut by 6                    |- - - - - - -|- - - - - -            in a new order, with fewer than 6 tokens left over
 
 A run reads samples in random order, so the unread samples are scattered over the epoch. They form a new stream in epoch order, and
@@ -23,7 +23,9 @@ from triaxis.engine.data.shuffle import permutation
 
 
 class Cut(Protocol):
-    """A whole epoch or a remainder, cut into samples.
+    """An epoch, or an epoch's unread rest, cut into samples.
+
+    A piece is a contiguous token range.
 
     Attributes:
         starts: position of each piece's first token in the epoch's stream, int64 [R] for R pieces.
@@ -116,7 +118,7 @@ class Remainder:
         return np.array([len(starts)]), starts, lengths, order
 
     def read(self, sample_id: int) -> Sample:
-        """Read a sample. The loss mask leaves out each piece's first token, which is not a label."""
+        """Read a sample. The loss ignores each unread range's first token, since an earlier sample predicted it."""
         pieces = self.pieces(sample_id)
         joins = np.cumsum([sum(part.length for part in piece) for piece in pieces[:-1]], dtype=np.int64)
         return self._stream.read([part for piece in pieces for part in piece], sample_id, joins.tolist())
@@ -206,7 +208,7 @@ class ContinuedStream:
         return self.stream.epoch_of(self.first + sample_id - self._left)
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """List the document parts that make up a sample, in order, grouped by piece."""
+        """List a sample's document parts in order, with one inner list per contiguous token range."""
         if self.remainder is not None and sample_id < self._left:
             return self.remainder.pieces(self.read + sample_id)
         return self.stream.pieces(self.first + sample_id - self._left)
@@ -217,5 +219,5 @@ class ContinuedStream:
         return self.stream[self.first + sample_id - self._left]
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
-        """Compute a sample's `Sample.lengths` without reading its tokens."""
+        """Compute how many tokens each document contributes to a sample, without reading the tokens."""
         return tuple(length for piece in self.pieces(sample_id) for _, _, length in piece)

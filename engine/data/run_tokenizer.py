@@ -44,20 +44,20 @@ def with_tokenizer(config: Config) -> tuple[Config, str | None]:
 
 
 def recorded_end(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the id that ends documents in a run's corpora. The first record with such an id decides, else the tokenizer."""
+    """Return the end-of-document id of a run's corpora, recorded by `triaxis prepare`, or else the tokenizer's."""
     records = (read_record(prefix) for prefix in corpora_of(config))
     return next((each.eod_id for each in records if each is not None and each.append_eod), tokenizer.eod_id)
 
 
 def corpora_of(config: Config) -> list[str]:
-    """List the corpus prefixes in a run's phases, without repeats. Synthetic data has none."""
+    """List the corpus prefixes that any of a run's phases names, without repeats. Synthetic data has none."""
     phases = [at_phase(config, entry["name"]).data for entry in config.phases] or [config.data]
     named = ([*data.train, *(data.valid or ())] for data in phases if not data.synthetic)
     return list(dict.fromkeys(source.path for sources in named for source in sources))
 
 
 def _assumed(config: Config, prefixes: Sequence[str]) -> str:
-    """Build the note that bytes are assumed. DataError if all corpora exist and the model's vocabulary is too small."""
+    """Write the note that bytes are assumed. DataError if all corpora exist and the vocabulary is smaller than 257."""
     why = f"{', '.join(prefixes)}: no record names the tokenizer (`triaxis prepare` writes PREFIX.json), so bytes are assumed"
     if config.model.vocab_size < BYTES_VOCABULARY and all(idx_path(prefix).is_file() for prefix in prefixes):
         raise DataError(

@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 
 
 def input_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Convert `Sample.lengths` to document lengths without the last token, which is only a label."""
+    """Drop the last token, which is only a label, from a sample's document lengths."""
     *others, last = lengths
     return (*others, last - 1) if last > 1 else tuple(others)
 
@@ -56,8 +56,8 @@ def input_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
 def mask_ahead(sample: Sample, distance: int, *, within_documents: bool) -> NDArray[np.bool_]:
     """Compute the mask for predicting the token `distance` places after the next one, bool [s].
 
-    A position counts if the loss counts every label up to the predicted token. With `within_documents`, the predicted token must
-    also belong to the input token's document.
+    A position is True if the loss includes every label from the next token to the predicted one. With `within_documents`, the
+    predicted token must also belong to the input token's document.
     """
     mask = np.zeros_like(sample.loss_mask)
     length = len(mask) - distance
@@ -74,7 +74,7 @@ class SampleSource(Protocol):
 
     def __getitem__(self, sample_id: int) -> Sample: ...
     def lengths(self, sample_id: int) -> tuple[int, ...]:
-        """Return a sample's `Sample.lengths` without reading its tokens."""
+        """Return how many tokens each document contributes to a sample, without reading the tokens."""
         ...
 
 
@@ -190,7 +190,7 @@ class SampleStream:
         return Sample(tokens, loss_mask, tuple(length for _, _, length in parts))
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
-        """Compute a sample's `Sample.lengths` from the index, without reading its tokens."""
+        """Compute how many tokens each document contributes to a sample, from the index alone."""
         return tuple(length for _, _, length in self.parts(sample_id))
 
     def epoch_of(self, sample_id: int) -> int:
@@ -217,7 +217,7 @@ class SampleStream:
         threading.Thread(target=work, name=f"order of epoch {epoch + 1}", daemon=True).start()
 
     def epoch(self, epoch: int, progress: Progress | None = None) -> EpochIndex:
-        """Open an epoch's order. The last EPOCHS_KEPT_OPEN stay open. `progress` replaces the stream's own observer."""
+        """Open an epoch's orders; the last EPOCHS_KEPT_OPEN stay open. `progress` replaces the stream's observer."""
         index = self._epochs.get(epoch)
         if index is None:
             key = EpochKey(
@@ -237,7 +237,7 @@ class SampleStream:
         return self.parts_at(index, int(index.sample_order[place]) * self.seq_length, self.seq_length + 1)
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """Return `parts` as a single piece."""
+        """List the document parts that make up a sample, in one inner list."""
         return [self.parts(sample_id)]
 
     def parts_at(self, index: EpochIndex, start: int, length: int) -> list[DocumentPart]:

@@ -70,6 +70,8 @@ class RowStretch:
 class SequencePart:
     """The positions that this rank holds in b rows, and permutations between parts and rows.
 
+    A part is one context-parallel rank's tokens.
+
     Attributes:
         runs: this rank's runs in each row; the host reads them without waiting for the device.
         positions: each local token's position in its row, int64 [b, s/c].
@@ -87,7 +89,7 @@ class SequencePart:
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[Sequence[TokenRange]]], index: int, rows: Rows) -> "SequencePart":
-        """Build the part that rank `index` holds, on the CPU.
+        """Build the positions and permutations for rank `index`, on the CPU.
 
         Args:
             runs: runs[row][rank] lists the rank's runs in the row.

@@ -6,8 +6,8 @@
     sample id     0 .. 7   12 13  ..  19    24 25 ..        the id in the data set
 
 The remaining samples follow each other without gaps. So a step depends only on (consumed samples, skipped ranges), and skipping
-does not change the number of steps. Ids ahead of all consumed positions may be skipped at any time. Each id is one visit to a
-sample.
+does not change the number of steps. Ids that the run has not reached may be skipped at any time. A sample has a new id in each
+epoch.
 """
 
 from collections.abc import Iterable
@@ -70,7 +70,10 @@ class SkippedRanges:
         return self.id_at(position), self.id_at(position + count - 1) + 1
 
     def keeps_past_of(self, earlier: "SkippedRanges", consumed_samples: int) -> bool:
-        """Whether these ranges contain `earlier` and give the same first `consumed_samples` ids. True if nothing is consumed."""
+        """Whether these ranges include `earlier` and keep its first `consumed_samples` ids.
+
+        True if nothing is consumed.
+        """
         if consumed_samples == 0:
             return True
         # Ids ascend strictly, and this one skips at least as much: if the last ids are equal, so are all earlier ones.

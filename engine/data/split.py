@@ -15,7 +15,7 @@ PARTS = ("train", "valid", "test")
 
 
 def split_documents(num_documents: int, split: Sequence[float], corpus: str) -> dict[str, range]:
-    """Compute each part's document range, by its name in `PARTS`.
+    """Compute the document ranges of train, valid and test, keyed by these names.
 
     Args:
         num_documents: documents in the corpus.

@@ -1,4 +1,4 @@
-"""Copies between host and device beside the computation: on a GPU's side stream, on a CPU at once."""
+"""Copies between host and device, in a GPU's side stream or immediately on a CPU."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ class CopyLane(Protocol):
     """A way to run copies between host and device."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        """Copy each (destination, source) after all compute work posted so far, and return a mark of the end."""
+        """Copy each (destination, source) after all compute work posted so far. Give the returned mark to `wait`."""
         ...
 
     def wait(self, mark: Mark) -> None:

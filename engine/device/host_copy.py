@@ -17,7 +17,7 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 class ToHost(Protocol):
-    """Copies into host memory, queued after the current stream's work."""
+    """A copier into host memory. Its copies are queued after the current stream's work."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return host memory for a copy of the tensor, with its shape and dtype."""
@@ -33,7 +33,7 @@ class ToHost(Protocol):
 
 
 class FromCuda:
-    """Copies from a GPU into pinned memory on the GPU's current stream.
+    """A copier from a GPU into pinned memory, on the GPU's current stream.
 
     Args:
         cuda: module with CUDA events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
@@ -58,7 +58,7 @@ class FromCuda:
 
 
 class HostCopy:
-    """A vector on its way to the host.
+    """An asynchronous copy of a vector to the host, which starts at construction.
 
     Args:
         vector: 1-D tensor, which nobody may change afterwards.

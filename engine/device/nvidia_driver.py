@@ -51,7 +51,7 @@ class Driver:
     def runs(self, cuda_major: int) -> bool | None:
         """Whether the driver runs builds for this CUDA major version; None if unknown.
 
-        Use the answer only to explain: with NVIDIA's `cuda-compat`, a data-centre card also runs newer builds.
+        Use the answer only in explanations: with NVIDIA's `cuda-compat`, a data-centre card also runs newer builds.
         """
         first = FIRST_DRIVERS.get(cuda_major)
         return None if first is None or self.branch is None else self.branch >= first

@@ -181,8 +181,8 @@ class PinnedBuffer:
         purpose: words for the error if there is no memory.
 
     Attributes:
-        vectors: 1-D tensors in the order of `sizes`, aligned to `VECTOR_ALIGNMENT` bytes, with undefined contents; their pages
-            exist.
+        vectors: 1-D tensors in the order of `sizes`, aligned to `VECTOR_ALIGNMENT` bytes, with undefined contents; their memory is
+            already allocated.
         num_bytes: number of locked bytes.
 
     Raises:
@@ -259,12 +259,12 @@ class PinnedPool:
 
     @property
     def vectors(self) -> list[torch.Tensor]:
-        """All vectors, free or not."""
+        """All vectors of the pool, free or in use."""
         return [vector for buffer in self._buffers for vector in buffer.vectors]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in all vectors."""
+        """Total size of all vectors in bytes, free or in use."""
         return sum(vector.nbytes for vector in self.vectors)
 
     @property

@@ -23,10 +23,10 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """Router whose bias follows the load.
+    """A router whose bias `ExpertLoad.update` adjusts to its experts' load.
 
     Attributes:
-        row: index of the layer's row in the counts.
+        row: index of the layer in `ExpertLoad.counts`.
         bias: float [E], replicated on every rank in the stage.
     """
 
@@ -35,7 +35,7 @@ class Balanced:
 
 
 class ExpertLoad:
-    """Expert counts for one rank's layers in a step.
+    """Counts of the tokens that chose each expert, in one rank's layers and one step.
 
     Args:
         layers: indices of the model's layers with experts, on all stages.
@@ -57,7 +57,7 @@ class ExpertLoad:
         self._overflow = torch.zeros((), dtype=torch.int64, device=device)
 
     def balance(self, layer: int, bias: ShardedParameter) -> None:
-        """Register a layer's bias to follow its load. A second module for the same layer shares the bias."""
+        """Register a layer's router bias for `update`. Two modules for the same layer register the same bias."""
         self._routers[layer] = Balanced(self._rows[layer], bias)
 
     def begin(self) -> None:
@@ -66,17 +66,17 @@ class ExpertLoad:
         self._overflow.zero_()
 
     def add(self, layer: int, experts: torch.Tensor) -> None:
-        """Add a layer's token choices, int64 [T, k], to its counts."""
+        """Add the experts that a layer's tokens chose, int64 [T, k], to the layer's counts."""
         row = self._counts[self._rows[layer]]
         row += count_values(experts, len(row))
 
     def add_overflow(self, rows: torch.Tensor) -> None:
-        """Add `rows`, an int64 scalar on the device, to the count of overflowing rows."""
+        """Add `rows`, an int64 scalar on the device, to the count of rows beyond the dispatch buffer."""
         self._overflow += rows
 
     @property
     def counts(self) -> torch.Tensor:
-        """Choices since `begin`, int64 [layers, E].
+        """Number of tokens that chose each expert since `begin`, int64 [layers, E].
 
         They are this rank's, or the sum over all ranks once `post` has completed.
         """
@@ -84,7 +84,7 @@ class ExpertLoad:
 
     @property
     def overflow(self) -> torch.Tensor:
-        """This rank's overflowed rows since `begin`, an int64 scalar."""
+        """Number of this rank's rows beyond the dispatch buffer since `begin`, an int64 scalar."""
         return self._overflow
 
     def post(self, world: Axis) -> Pending:

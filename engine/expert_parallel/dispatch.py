@@ -98,14 +98,14 @@ class ExpertGroup:
                 self.on_kept(each)
 
     def local_numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        """Map experts' indices to this rank's 0 .. num_local - 1, and other ranks' experts to `num_local`."""
+        """Map experts' global indices to this rank's 0 .. num_local - 1. Other ranks' experts become `num_local`."""
         local = experts - self.place.ep_index * self.num_local
         return local.where((local >= 0) & (local < self.num_local), self.num_local)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """Row counts that the host knows without reading tensors, as in a footprint.
+    """Row counts per group member and expert, as numbers on the host.
 
     Attributes:
         to_members: rows to each member, by the member's local experts, [n][E / ep].
@@ -210,7 +210,7 @@ class GatherDispatch:
     """Dispatch by all-gather and reduce-scatter.
 
     Attributes:
-        known: row counts for a footprint; None in a run.
+        known: row counts for a rank that `triaxis.launch.footprint` simulates; None in a training run.
     """
 
     def __init__(self, group: ExpertGroup) -> None:
@@ -355,7 +355,7 @@ class ExchangeDispatch:
     """Dispatch by all-to-all.
 
     Attributes:
-        known: row counts for a footprint; None in a run.
+        known: row counts for a rank that `triaxis.launch.footprint` simulates; None in a training run.
     """
 
     def __init__(self, group: ExpertGroup) -> None:
@@ -390,7 +390,7 @@ class ExchangeDispatch:
         return dispatch
 
     def _plan(self, experts: torch.Tensor, known: KnownRows, from_members: torch.Tensor) -> _Exchange:
-        """Plan the row order; `from_members` [n, E / ep] holds the received counts on the device."""
+        """Build the exchange's row orders. `from_members` [n, E / ep] holds the received row counts on the device."""
         group = self._group
         sent, received = ([sum(row) for row in rows] for rows in (known.to_members, known.from_members))
         slots = experts.flatten().argsort(stable=True)  # by expert, so also by ep rank

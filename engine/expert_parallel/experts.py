@@ -48,11 +48,11 @@ class ExpertLinear(nn.Module):
         return self.weight.weight().detach().view(self._shape)
 
     def times(self, rows: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """Compute X W^T: rows [R, in] -> [R, out]."""
+        """Multiply each row by its expert's weight, X W^T: rows [R, in] -> [R, out]."""
         return grouped_product(rows, self.matrices().transpose(1, 2), ends, self.work.kernel)
 
     def times_transposed(self, grad: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """Compute dY W: [R, out] -> [R, in]."""
+        """Multiply each gradient row by its expert's weight, dY W: [R, out] -> [R, in]."""
         return grouped_product(grad, self.matrices(), ends, self.work.kernel)
 
     def weight_grad(self, rows: torch.Tensor, grad: torch.Tensor, ends: Ends) -> None:
@@ -79,7 +79,7 @@ class ExpertLinear(nn.Module):
 
 
 class ExpertUp(ExpertLinear):
-    """The experts' first projection."""
+    """The experts' first projection, from h to f (gated: 2 f)."""
 
     def forward(self, rows: torch.Tensor, ends: Ends) -> torch.Tensor:
         """Map rows [R, h] to [R, f], or to [R, 2 f] for a gated activation."""
@@ -142,7 +142,7 @@ def _weighted_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute gradients for the activated rows [R, f] and for the weights [R].
 
-    In eager mode, only one wide tensor exists at a time.
+    In eager mode, only one tensor in the weights' dtype exists at a time.
     """
     of_weights = grad.to(weights.dtype, copy=True).mul_(activated).sum(-1)
     return _weighted(grad, weights), of_weights

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
     Attributes:
         experts: expert numbers int64 [T, k].
-        fractions: f per sample, [b, E] in the accumulation dtype; None if there is no sequence loss.
+        fractions: each expert's tokens per sample, times E / (k S), [b, E] in the accumulation dtype; None without a sequence loss.
     """
 
     experts: torch.Tensor
@@ -75,13 +75,13 @@ class Router:
         return (positions.unsqueeze(-1) * k + torch.arange(k, device=positions.device)) % self.moe.num_experts
 
     def counted(self, experts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Select the experts int64 [T, k] that each token's sequence loss counts."""
+        """Return k experts per token for the sequence loss, [T, k]: those with the largest scores, or `experts`."""
         return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
 
     def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
-        """Build the choice from `experts`, with `fractions` from `counted`, both int64 [T, k].
+        """Build a `Choice` of `experts`, with the sequence loss's fractions computed from `counted`.
 
-        The T tokens are flattened from [T / samples, samples].
+        Both are int64 [T, k]. The T tokens are flattened from [T / samples, samples].
         """
         return Choice(experts, self._fractions(counted, scores, samples))
 
@@ -195,7 +195,7 @@ def _scores(logits: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _of_shares(scores: torch.Tensor, of_sample: torch.Tensor) -> torch.Tensor:
-    """Compute the scores' gradient [T, E] from the gradient for s / sum(s), given per sample as [b, E]."""
+    """Compute the gradient for scores s [T, E] from that for s / sum(s), given per sample [b, E]."""
     samples, num_experts = of_sample.shape
     total = scores.sum(-1, keepdim=True)
     grad = of_sample.expand(scores.shape[0] // samples, samples, num_experts).reshape(scores.shape)

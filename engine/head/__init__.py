@@ -1,1 +1,1 @@
-"""Computes per-token losses from the head's product, whose vocabulary is cut over tp."""
+"""Computes per-token losses from the output head's logits, whose vocabulary is cut over tp."""

@@ -11,7 +11,7 @@ largest logit. With the global maximum m, the sum over the vocabulary is sum_i e
 The backward overlaps the dX reduction with the last GEMM:
     1. all-gather X, and wait for it (sequence parallelism keeps only a shard)
     2. for each chunk, recompute the logits, write their gradient dY over them, dX = dY W, dW += dY^T X
-    3. before the last dW, post f's backward on dX; wait for it after the last dW
+    3. before the last dW, post the reduction of dX over tp; wait for it after the last dW
 """
 
 from typing import Any

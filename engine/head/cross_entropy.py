@@ -96,7 +96,7 @@ class LocalTargets:
 
     @classmethod
     def of(cls, targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> "LocalTargets":
-        """Build the targets from ids in any shape, flattened. Each rank has `columns` columns with padding."""
+        """Build the targets from flattened ids of any shape. `columns`: logit columns per rank, padding included."""
         first = axis.index * columns
         real = min(max(vocab_size - first, 0), columns)
         local = targets.reshape(-1) - first
@@ -137,7 +137,7 @@ class LocalTargets:
     def write_gradient(
         self, logits: torch.Tensor, log_sum: torch.Tensor, grad: torch.Tensor, fusion: Fusion, options: LogitOptions
     ) -> None:
-        """Overwrite `logits` with the gradient for the head's product.
+        """Overwrite logits z with the loss gradient for the head's product y.
 
         The gradient is dy_v = (softmax_v (1 + 2 z_loss Z) - [v = target]) grad dz_v / dy_v, where Z = log_sum. `log_sum` and `grad`
         are [tokens].
@@ -178,7 +178,7 @@ def _write_gradient(
     softcap: float | None,
     z_loss: float,
 ) -> None:
-    """Write the gradient over z [tokens, v]. Each column is compared with the target."""
+    """Overwrite logits z [tokens, v] with `LocalTargets.write_gradient`'s gradient, in a form for torch.compile."""
     columns = torch.arange(z.shape[1], device=z.device)
     is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
     softmax = _exp_of_difference(z, log_sum)

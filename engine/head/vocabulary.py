@@ -1,6 +1,7 @@
 """Provides sums and look-ups over logits whose vocabulary is cut over tp.
 
-Each result [s, b] is equal on every tp rank, and every rank must use it in the same way. So no backward communicates.
+Each result [s, b] is equal on every tp rank, and every rank must apply the same operations to it. Then no backward needs
+communication.
 """
 
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ class VocabularyLogits:
 
 
 class _SumOfRanks(torch.autograd.Function):
-    """g: all-reduce forward, identity backward."""
+    """Autograd function whose forward all-reduces over tp and whose backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, axis: Axis) -> torch.Tensor:

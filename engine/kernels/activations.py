@@ -24,7 +24,7 @@ class _Activation:
 
     The forward maps x [.., f] -> [.., f], the backward (x, grad [.., f]) -> gradient for x. If the activation is gated, x is [..,
     2f], [gate | up]. `eager_backward` writes each half of the gradient directly into the result, which a compiled function cannot
-    do. If `is_one_operator`, torch's operator is not compiled, and its own backward serves if no bias gradient is wanted.
+    do. If `is_one_operator`, torch's operator runs uncompiled, with its own backward unless a bias gradient is needed.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -124,7 +124,7 @@ def _geglu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient for x = [gate | up] with g, GELU's tanh approximation.
+    """Compute GEGLU's gradient for x = [gate | up], where g is GELU's tanh approximation.
 
     dx    = [dy up g'(gate) | dy g(gate)], where dy is `grad`
     g(z)  = z (1 + t) / 2, t = tanh(u), u = sqrt(2 / pi) (z + 0.044715 z^3)
@@ -136,7 +136,7 @@ def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _tanh_share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute g(z) / z = (1 + t) / 2 and g'(z) for GELU's tanh approximation."""
+    """Compute g(z) / z and g'(z), where g is GELU's tanh approximation."""
     scale, square = math.sqrt(2 / math.pi), z * z
     t = torch.tanh(scale * z * (1 + 0.044715 * square))
     share = 0.5 * (1 + t)
@@ -159,9 +159,9 @@ def _geglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute [dy up g'(gate) | dy g(gate)] with GELU g (1606.08415).
+    """Compute GEGLU's gradient [dy up g'(gate) | dy g(gate)], where g is GELU (1606.08415).
 
-    g(z) = z P(z) and g'(z) = P(z) + z P'(z), where P is the normal distribution.
+    g(z) = z P(z) and g'(z) = P(z) + z P'(z), where P is the standard normal distribution function.
     """
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
     share, slope = _share_and_slope(gate)
@@ -169,7 +169,7 @@ def _geglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute g(z) / z = P(z) and g'(z) for GELU."""
+    """Compute g(z) / z and g'(z) for GELU g(z) = z P(z), P the normal CDF."""
     below = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
     return below, below + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 

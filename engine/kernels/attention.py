@@ -8,7 +8,7 @@
     math                       torch's formula in plain operators, for decoding where no fused kernel runs
     explicit                   plain operators that save the probabilities, the only kernel with dropout (`explicit_attention.py`)
 
-On the CPU, sdpa and flash also support windows, documents, sinks and parts of rows.
+On the CPU, sdpa and flash also support windows, documents, sinks and parts of rows (context parallelism).
 """
 
 from contextlib import nullcontext
@@ -48,8 +48,8 @@ def attention(
         kernel: name in `triaxis.engine.config.attention_kernels.ATTENTION_KERNELS`.
         q, k, v: operands with one dtype; d_v <= d.
         mask: restriction on the visible keys beyond causality, on q's device.
-        is_causal: whether queries see no later keys, which needs s_k = s or a mask with a part; False for a single query (s = 1) at
-            the last of s_k positions.
+        is_causal: whether queries see no later keys, which needs s_k = s or `mask.part`; False for a single query (s = 1) at the
+            last of s_k positions.
         scale: logit factor; None means d ** -0.5.
         softcap: cap c in c tanh(logit / c), or None for uncapped logits.
         sinks: one logit per head [n] in the softmax's denominator, or None.

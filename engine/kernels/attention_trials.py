@@ -41,8 +41,8 @@ class AttentionShape:
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
     """Run a named kernel, forward and backward, on a short sequence.
 
-    `te` is also compared with torch's attention; with parts of rows, any other kernel is compared with `blocks`. `explicit`, and
-    `sdpa` for plain attention, are not tried.
+    `te` is also compared with torch's attention; with context parallelism, any other kernel is compared with `blocks`. `explicit`,
+    and `sdpa` for plain attention, are not tried.
 
     Returns:
         The reason if the run fails or differs, else "".
@@ -153,7 +153,7 @@ def _try_part(kernel: str, shape: AttentionShape) -> None:
 
 
 def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
-    """Return a mask and keyword arguments for `attention` that use every feature in the shape's pattern but parts."""
+    """Return a mask and arguments for `attention` that use every feature in the shape except row parts."""
     pattern, device = shape.pattern, shape.device
     halves = Documents.of([[_TRIED_LENGTH // 2] * 2]).map(lambda tensor: tensor.to(device))
     mask = Mask(_TRIED_LENGTH // 4 if pattern.windows else None, halves if pattern.documents else None)

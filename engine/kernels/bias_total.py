@@ -1,7 +1,7 @@
 """Sums a linear layer's bias gradient in the function that computes dY, the layer's output gradient.
 
-A bias gradient is dY summed over tokens. Summed here, dY is still in registers or in a cache. A later sum would read dY from memory
-once more.
+A bias gradient is dY summed over tokens. The function that computes dY still has dY in registers or in a cache. A later sum would
+read dY from memory again.
 """
 
 from collections.abc import Callable

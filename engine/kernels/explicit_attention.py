@@ -53,7 +53,7 @@ def _unseen(mask: Mask, s: int, s_k: int, device: torch.device) -> torch.Tensor:
     """Build the mask that is True where a key is hidden.
 
     Returns:
-        bool [s, s_k], or [b, 1, s, s_k] with documents or a part.
+        bool [s, s_k], or [b, 1, s, s_k] with several documents in a row or with `mask.part`.
     """
     keys = torch.arange(s_k, device=device)
     queries = keys[s_k - s :] if mask.part is None else mask.part.positions.unsqueeze(1)

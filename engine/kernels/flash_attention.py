@@ -72,7 +72,9 @@ class Varlen:
 
 @dataclass(frozen=True, slots=True)
 class VarlenParts:
-    """The kernel for queries that are part of the keys' rows, with one call per stretch of queries.
+    """The kernel for queries that are part of the keys' rows.
+
+    Each contiguous run of queries takes one call.
 
     The kernel's causal mask is aligned with a document's last query and last key (flash attention from 2.1 on).
     """

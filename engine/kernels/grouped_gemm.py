@@ -69,7 +69,7 @@ def add_grouped_products(
 ) -> None:
     """Add dY^T X over each expert's rows to the expert's main grad, or assign it.
 
-    An expert without rows counts as zeros.
+    An expert without rows contributes zeros.
 
     Args:
         main_grads: the experts' main grads, [experts, out, in].

@@ -184,7 +184,7 @@ class _Stretch:
 
 
 def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch]:
-    """Yield all queries' stretches. Ranges with equal length and position in their documents share a stretch."""
+    """Yield stretches that cover all queries. Ranges with equal length and position in their documents share one."""
     if mask.documents is None:
         # Without documents, all rows have the same runs, so one stretch serves the batch.
         runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
@@ -262,7 +262,7 @@ def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> I
 
 
 class _ByPieces:
-    """A kernel that computes pieces one after the other.
+    """A kernel that computes one group of queries after another (`_Piece`).
 
     Args:
         mask: restriction on the visible keys beyond causality.
@@ -314,7 +314,7 @@ class _ByPieces:
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a piece's output and log-sum-exp."""
+        """Compute the attention output and its log-sum-exp for one piece's queries."""
         raise NotImplementedError
 
     def part_backward(
@@ -381,7 +381,7 @@ class CpuFlash(_ByPieces):
 
     @staticmethod
     def _calls(piece: _Piece, q: torch.Tensor) -> list[tuple[slice, bool, torch.Tensor | None]]:
-        """List each call's (keys, whether it is causal, additive mask [queries, keys] or None)."""
+        """List a piece's torch calls, each as (keys, is causal, additive mask [queries, keys] or None)."""
         if piece.is_whole:
             return [(slice(None), False, None)]
         if piece.is_cut:
@@ -393,7 +393,7 @@ class CpuFlash(_ByPieces):
 
 
 class Blocks(_ByPieces):
-    """The formula in plain operators, one block of queries at a time (2205.14135).
+    """Attention in plain operators, one block of queries at a time (2205.14135).
 
     The backward recomputes each block's probabilities.
     """
@@ -433,7 +433,7 @@ class Blocks(_ByPieces):
         )
 
     def _logits(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Compute the unmasked logits [m, n_kv, group queries, keys] in the accumulation dtype."""
+        """Compute the unmasked logits, [ranges, n_kv, (n / n_kv) queries, keys] in the accumulation dtype."""
         logits = accumulate(self._by_group(q, k) @ k.transpose(-1, -2)) * self._factor(q)
         return logits if self.softcap is None else (logits / self.softcap).tanh_() * self.softcap
 
@@ -442,7 +442,7 @@ class Blocks(_ByPieces):
 
     @staticmethod
     def _by_group(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Reshape x [m, n, s, ..] to [m, n_kv, group s, ..], one matrix per key/value head."""
+        """Reshape x [m, n, s, ..] to [m, n_kv, (n / n_kv) s, ..], one matrix per key/value head."""
         m, n, s = x.shape[:3]
         return x.reshape(m, k.shape[1], n // k.shape[1] * s, *x.shape[3:])
 

@@ -63,7 +63,7 @@ class NormKernel:
 
 
 class _Normalised(torch.autograd.Function):
-    """A norm without an addition; it saves x, the weights and the statistics."""
+    """Autograd function for a norm without an addition. It saves x, the weights and the statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kernel: NormKernel, *weights: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,10 @@ def _layer_norm_back(
     mean: torch.Tensor,
     r: torch.Tensor,
 ) -> Tensors:
-    """Compute dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum_tokens dy n, db = sum_tokens dy."""
+    """Compute dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum_tokens dy n, db = sum_tokens dy.
+
+    Here n = (x - mean) r.
+    """
     n = (accumulate(x) - mean) * r
     wide = accumulate(grad)
     grad_weight, grad_bias = (each.flatten(0, -2).sum(0) for each in (wide * n, wide))
@@ -178,7 +181,7 @@ def _rms_norm_back(
     r: torch.Tensor,
     offset: int = 0,
 ) -> Tensors:
-    """Compute dx = r (dy g - n mean(dy g n)), dw = sum_tokens dy n."""
+    """Compute dx = r (dy g - n mean(dy g n)), dw = sum_tokens dy n, where n = x r, g the gains."""
     n = accumulate(x) * r
     wide = accumulate(grad)
     scaled = wide * _gains(weight, offset)
@@ -194,7 +197,7 @@ def _rms_norm_back_in_place(
     r: torch.Tensor,
     offset: int = 0,
 ) -> Tensors:
-    """Compute `_rms_norm_back` in few eager passes."""
+    """Compute `_rms_norm_back` in eager mode, with few passes over memory."""
     gains = _gains(weight, offset)
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)

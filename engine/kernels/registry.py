@@ -165,7 +165,8 @@ class Kernels:
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
     """Replace each `auto` with the fastest choice that should run on a device, without trying it.
 
-    Decoding is explicit if attention is, else the fastest. A model without experts has None for their kernels.
+    If attention is `explicit`, decoding is `explicit` too; else decoding is the fastest kernel. A model without experts has None
+    for `experts` and `dispatch`.
     """
     fastest = asdict(_fastest(facts))
     asked = config.model_dump()
@@ -348,7 +349,7 @@ def _gather_choices(choices: Choices, gather_text: Callable[[str], list[str]]) -
 
 
 def slowest(all_choices: Sequence[Choices]) -> Choices:
-    """Take the slowest choice for each kernel, by `ORDER`."""
+    """Combine the ranks' choices: for each kernel, take the slowest; `ORDER` lists fastest first."""
     found = all_choices[0]
     for each in fields(Choices):
         names = [getattr(choices, each.name) for choices in all_choices]
@@ -422,7 +423,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
 
 
 def describe(kernels: Kernels, shape: AttentionShape) -> str:
-    """Describe a training step's choices in one line, with torch's choice for `sdpa`; omit `linear: torch`."""
+    """Describe a training step's kernels in one line. Include the kernel that torch picks for `sdpa`; omit `linear: torch`."""
     attention = kernels.choices.attention
     if attention == "sdpa":
         attention = f"sdpa ({chosen(shape)})"

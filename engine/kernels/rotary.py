@@ -128,7 +128,7 @@ def rotary_factor(rotary: Rotary) -> float:
 
 
 def _linear(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Divide all frequencies by `scaling.factor`, so positions become as many times denser (2306.15595)."""
+    """Divide all frequencies by `scaling.factor`, which extends the context by this factor (2306.15595)."""
     return frequencies / _given(scaling.factor)
 
 

@@ -30,7 +30,7 @@ FIRST_VERSION = "2.10"
 
 
 class OtherVersionError(ImportError):
-    """The error for a Transformer Engine release whose `general_gemm` takes other arguments."""
+    """The error for a Transformer Engine release whose `general_gemm` has an incompatible signature."""
 
 
 class GeneralGemm(Protocol):
@@ -119,7 +119,10 @@ class TransformerEngine:
     def fp8_product(
         self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, *, is_tensorwise: bool
     ) -> torch.Tensor:
-        """Compute a b^T + bias [m, n] in `dtype`. a [m, k] and b [n, k] have one scale or block scales; bias is [n]."""
+        """Compute a b^T + bias [m, n] in `dtype`; a [m, k], b [n, k], bias [n].
+
+        `is_tensorwise`: a and b have one scale each; else block scales.
+        """
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=True))
 
@@ -226,7 +229,7 @@ def how_to_install() -> str:
 
 
 def _lacking(function: Callable[..., Any]) -> str:
-    """Describe how the arguments of TE's `function` differ from those that are passed here; "" if they fit."""
+    """Describe how `function`'s parameters differ from `GeneralGemm`: the missing and the additional required ones; else ""."""
     wanted = [name for name in inspect.signature(GeneralGemm.__call__).parameters if name != "self"]
     found = inspect.signature(function).parameters
     missing = [name for name in wanted if name not in found]

@@ -66,7 +66,7 @@ class Storages:
 
 
 def open_storages() -> Storages:
-    """Import TE's classes.
+    """Import Transformer Engine's storage classes for FP8 matrices.
 
     Raises:
         Exception: any error that TE's import raises.

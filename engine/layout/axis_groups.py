@@ -24,7 +24,10 @@ CONNECTED_LATER = ("pp",)
 def axis_groups(
     grid: RankGrid, kv_heads: int | None, *, has_experts: bool = False
 ) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
-    """Yield (name, rank groups, channel) per axis, in creation order; axes with equal ranks and channel share a process group."""
+    """Yield (axis name, rank groups, channel) in creation order.
+
+    Axes with equal rank groups share a process group, unless their channels ("", "forward", "backward") differ.
+    """
     yield "world", [tuple(range(grid.world_size))], ""
     yield "tp", grid.groups("tp"), ""
     yield "cp", grid.groups("cp"), ""
@@ -75,5 +78,5 @@ STREAM_USE: Mapping[str, StreamUse] = {
 
 
 def stream_use(axes: Sequence[str]) -> StreamUse:
-    """Choose the GPU use for a group that these axes share."""
+    """Choose how NCCL uses a GPU for a process group that these axes share."""
     return next((use for name, use in STREAM_USE.items() if name in axes), StreamUse(is_urgent=False, max_ctas=None))

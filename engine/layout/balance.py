@@ -4,8 +4,8 @@
                                                  balanced  2 3 2 1 + head    the busiest rank has 3.
 
 A pipeline step takes as long as its busiest rank. So cuts are compared by the busiest rank's work, then by the largest stage's. Of
-equal cuts, the one with the most even loads is taken. If several remain, stages get fewer layers in the order of the even cut:
-first the last stage, then the first stage, then the others from the end.
+equal cuts, the one with the most even loads is taken. Among cuts that are still equal, the last stage gets fewest layers, then
+the first stage, then the others from the end.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from itertools import accumulate
 def balance(layers: Sequence[int], head: int, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
     """Choose each stage's layer count, in stage order, so that the busiest rank has as little work as possible.
 
-    The result is exact with one stage per rank, and for layers with equal work. Otherwise all layers count as their mean, and the
-    even cut is taken if it is better.
+    The choice is optimal with one stage per rank, and for layers with equal work. Otherwise every layer's work is taken to be the
+    mean, and the even cut is returned if it is better.
 
     Args:
         layers: work per layer, at least as many layers as stages.
@@ -57,12 +57,12 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _first_to_lose(num_stages: int) -> list[int]:
-    """List the stages in the order in which they get one layer less than others."""
+    """List the stages in the order: last, first, then the others from the end. Earlier ones get fewer layers."""
     return list(dict.fromkeys([num_stages - 1, 0, *range(num_stages - 2, 0, -1)]))
 
 
 def _reluctance(num_stages: int) -> list[int]:
-    """Number the stages: if two could take a layer, the one with the smaller number does."""
+    """Compute each stage's tie-breaking number. Among equally loaded stages, the one with the smallest number gets the layer."""
     numbers = [0] * num_stages
     for place, stage in enumerate(_first_to_lose(num_stages)):
         numbers[stage] = num_stages - place
@@ -72,7 +72,7 @@ def _reluctance(num_stages: int) -> list[int]:
 def _one_stage_per_rank(
     layers: Sequence[int], head: int, rank_of_stage: Sequence[int], least_at_head: int
 ) -> tuple[int, ...]:
-    """Find the smallest bottleneck by bisection, then the most even cut under it by dynamic programming."""
+    """Minimise the largest load by bisection. Then find the most even cut within it by dynamic programming."""
     sums = [0, *accumulate(layers)]
     num_layers, num_stages = len(layers), len(rank_of_stage)
     low, high = 0, sums[-1] + head
@@ -99,7 +99,7 @@ def _one_stage_per_rank(
 
 
 def _fits(layers: Sequence[int], head: int, num_stages: int, least_at_head: int, most: int) -> bool:
-    """Test whether no stage needs more work than `most`, if each but the last takes all layers that it can, and at least one."""
+    """Test for a cut with work at most `most` per stage. The last stage has `least_at_head` layers or more, others one or more."""
     at = 0
     for stage in range(num_stages - 1):
         # Each stage between this one and the last needs a layer.

@@ -1,19 +1,19 @@
-"""The order in which a rank gathers the weights of cut buckets into slots (ZeRO-3).
+"""The order in which a rank gathers buckets of sharded weights into slots (ZeRO-3).
 
     buckets  7 6 5 4 3 2 1 0        the first layer is the last bucket; bucket i always uses slot i mod 2
     forward  7 > 6 > .. > 0         at the first use of 5, bucket 4 is gathered into the slot of 6, which is done
     backward 0 > 1 > .. > 7         at the first use of 2, bucket 3 is gathered into the slot of 1; 0 and 1 are still there
 
-A pass in the same direction as the one before it (evaluation, gpipe) begins with one gather that nothing hides. A pass that turns
-back finds its first `slots` buckets in place.
+A pass in the same direction as the pass before (evaluation, gpipe) starts with one gather that overlaps no computation. A pass in
+the opposite direction finds its first `slots` buckets already gathered.
 
-Embedding and head are buckets 1 and 0 of a buffer with one slot. Their forward posts the head's gather later, at the first use of
-a layer (`next_of_forward`); a backward finds the head in place and does not read the embedding.
+Embedding and head are buckets 1 and 0 of a buffer with one slot. In the forward, the head is gathered when the first layer is
+used (`next_of_forward`). In the backward, the head is still in the slot, and the embedding is not read.
 """
 
 
 class GatherOrder:
-    """Which buckets are in the slots, and which are gathered at a use.
+    """Tracks which bucket is in each slot, and decides what to gather at each use.
 
     Args:
         buckets: number of buckets.
@@ -27,10 +27,10 @@ class GatherOrder:
         self.clear()
 
     def use(self, bucket: int) -> list[int]:
-        """List the buckets to gather now: the used one, then the next one in this direction.
+        """List the buckets to gather now: `bucket`, then the next one in the pass's direction.
 
-        A bucket that is in its slot is left out, and so is a next one that needs the used one's slot. Those listed count as in
-        their slots from now on.
+        A bucket already in its slot is left out. The next bucket is also left out if it needs `bucket`'s slot. The listed buckets
+        are recorded as in their slots.
         """
         if abs(bucket - self._last) == 1:
             self._step = bucket - self._last
@@ -45,9 +45,9 @@ class GatherOrder:
         return gathered
 
     def next_of_forward(self) -> int | None:
-        """Name the bucket to gather now into the only slot, whose bucket is done; None: there is none.
+        """Return the forward's next bucket, to gather into the only slot; None if none.
 
-        A named bucket counts as in the slot from now on.
+        The caller no longer needs the bucket in the slot. The returned bucket is recorded as in the slot.
         """
         following = self._last - 1
         if self._slots > 1 or following < 0 or self._held[0] != self._last:

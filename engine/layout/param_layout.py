@@ -11,8 +11,8 @@ reduce-scatter runs under the rest of the backward. Each dp rank owns an equal, 
 master weights and moments. Padding at a bucket's end makes the parts equal; it belongs to no parameter and is never saved or
 counted.
 
-All parameters in a buffer share a `BufferKey`: the same replicas, the same further sum and the same data-parallel ranks. An owned
-part is therefore summed, counted and clipped as a whole, and all replicas cut it identically.
+All parameters in a buffer share a `BufferKey`: the same axes for replicas and for gradient sums. So one call sums the gradients of
+an owned part, and the norm counts the part once. All replicas cut the buffer identically.
 """
 
 from collections import Counter
@@ -35,9 +35,9 @@ class BufferKey:
     Attributes:
         replicas: axis over which other ranks hold the same parameters, or None.
         sum_over: axis for the second gradient sum, or None.
-        reduce_over: axis for the first gradient sum; its ranks (in each replica of the state) own a part each.
-        update: what changes them: the optimizer, a rule of their own, or nothing (frozen).
-        cut: what each of these ranks keeps only its own part of.
+        reduce_over: axis for the first gradient sum; its ranks (in each replica of the state) own one part of the state each.
+        update: what changes the parameters: the optimizer, a rule of their own, or nothing (frozen).
+        cut: what is sharded over the owner ranks: optimizer state, main grads too, or weights too.
         of_ends: whether the parameters are the embedding and the head, which are cut apart from the layers.
     """
 
@@ -53,10 +53,10 @@ class BufferKey:
         """Build one parameter's key.
 
         Args:
-            zero: stage of ZeRO. From 2 on, gradients of the layers' matrices are cut: nearly the whole model, and each layer's
-                backward computes all of its own. Ends are cut where their slot and the owned parts are smaller than both.
-            owners: number of ranks that own a part each; one rank has nothing to cut.
-            ends: number of this rank's untied ends with the same update.
+            zero: stage of ZeRO. From 2 on, the gradients of the layers' matrices are sharded. Embedding and head are sharded
+                only if this saves memory: one slot plus the owned parts must be smaller than both whole.
+            owners: number of ranks that own one part each; with one rank, nothing is sharded.
+            ends: how many of embedding and head this rank holds, if untied and with the same update.
         """
         of_ends = zero > 1 and owners > 2 and record.spec.is_untied_end and ends > 1
         cut = _CUTS[zero - 1] if of_ends or (owners > 1 and record.spec.is_layer_matrix) else "state"
@@ -64,9 +64,9 @@ class BufferKey:
 
     @property
     def num_slots(self) -> int:
-        """Number of whole buckets for which a rank has scratch memory, where it keeps only its own part.
+        """Number of scratch slots, one whole bucket each, in a buffer whose buckets are sharded.
 
-        Layers have two: one is filled while the other is sent. Ends have one, since the head's use follows the embedding's.
+        Layers have two slots: one is filled while the other is sent. Embedding and head share one, since they are used in turn.
         """
         return 1 if self.of_ends else 2
 
@@ -77,7 +77,7 @@ class BufferKey:
 
     @property
     def is_updated(self) -> bool:
-        """Whether the optimizer changes the parameters; the norm and its tests read only such gradients."""
+        """Whether the optimizer changes the parameters. Only then does the gradient norm include their gradients."""
         return self.update == "optimizer"
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class BufferLayout:
     buckets: tuple[BucketLayout, ...]
 
     def slot_numels(self) -> list[int]:
-        """List each slot's length in elements, that of the longest bucket i with i mod (number of slots) = slot."""
+        """List each slot's length in elements, that of its longest bucket. Bucket i uses slot i mod (number of slots)."""
         lengths, slots = [bucket.stop - bucket.start for bucket in self.buckets], self.key.num_slots
         return [max(lengths[slot::slots]) for slot in range(min(slots, len(lengths)))]
 
@@ -176,7 +176,7 @@ def layout_parameters(
     Args:
         records: this rank's parameters, in forward order.
         dp: number of ranks that own a part of the dense parameters' state each.
-        bucket_numel: number of elements at which a bucket is closed; where main grads are cut, a bucket is a layer or an end.
+        bucket_numel: a bucket with at least this many elements gets no more; sharded main grads have one bucket per layer or end.
         expert_dp: number of ranks that own a part of the experts' state each.
         zero: stage of ZeRO (`BufferKey.of`).
         alignment: number of elements; every owned part is padded to a multiple (64 elements are 256 bytes in fp32).

@@ -39,14 +39,13 @@ def partition(
 ) -> tuple[StageLayers, ...]:
     """Cut the layers into pp x vpp stages; every layer is in exactly one.
 
-    If `layers_per_stage` is not given, the cut is as even as possible and any larger stages are in the middle. The first stage also
-    carries the embedding, and the last one the head, the heaviest part besides the layers. So the last stage is the first to get
-    one layer less, then the first, then the others from the end.
+    If `layers_per_stage` is not given, the cut is as even as possible. If it is not exactly even, the last stage (with the head)
+    gets one layer less, then also the first stage (with the embedding), then the others from the end.
 
     Args:
         num_layers: number of layers in the model.
         pp, vpp: pipeline ranks, and chunks per rank.
-        layers_per_stage: layers per stage, in stage order; only here 0 is allowed.
+        layers_per_stage: layer counts in stage order, which may be 0; None for the even cut.
         num_mtp: layers for multi-token prediction, which the last stage holds in addition.
 
     Returns:

@@ -48,7 +48,7 @@ class ParallelSizes:
     """Number of ranks on each axis, and sizes derived from them.
 
     Attributes:
-        dp_replicas: number of copies of the state that dp ranks cut: dp / dp_replicas x cp ranks own a part each.
+        dp_replicas: number of copies of the optimizer's state; each copy is cut over dp / dp_replicas x cp ranks.
         ep: number of ranks in a stage over which experts are cut; dp x cp x tp = expert_dp x ep x etp.
         etp: number of ranks in a stage over which each expert's width is cut.
         vpp: chunks per pipeline rank.
@@ -105,15 +105,15 @@ class ParallelSizes:
         return self.dp_cp if axis == "dp" else self.expert_dp
 
     def owners(self, axis: ReduceAxis) -> int:
-        """Count the ranks of `axis` that own a part of the state each."""
+        """Count the ranks on `axis` over which one copy of the state is cut."""
         return self.reduce_size(axis) // self.dp_replicas
 
     def owner_axis(self, axis: ReduceAxis) -> str:
-        """Name the axis of the ranks of `axis` that own a part of the state each."""
+        """Name the axis over which one copy of the state is cut: `axis`, or with replicas, `axis`_shard."""
         return axis if self.dp_replicas == 1 else f"{axis}_shard"
 
     def expert_place(self, rank: int) -> ExpertPlace:
-        """Find a rank's place among those that share its experts."""
+        """Compute a rank's ep and etp indices among the ranks that share its experts."""
         ep_index, etp_index = divmod(rank % self.expert_ranks, self.etp)
         return ExpertPlace(self.ep, ep_index, self.etp, etp_index)
 
@@ -144,7 +144,7 @@ class ParallelSizes:
         return f"tp={self.tp}{context} pp={self.pp} {chunks} dp={self.dp}{replicas}{self._experts('=')}"
 
     def _experts(self, sign: str) -> str:
-        """Write the expert sizes in words; "" if experts are not cut."""
+        """Write ep and etp sizes above 1, with `sign` between name and size; "" if none."""
         words = [f"{name}{sign}{size}" for name, size in (("ep", self.ep), ("etp", self.etp)) if size > 1]
         if not words:
             return ""
@@ -253,7 +253,7 @@ class RankGrid:
         )
 
     def shards(self, axis: ReduceAxis) -> tuple[tuple[int, ...], ...]:
-        """List the groups whose ranks own a part of the same copy of the state each."""
+        """List the rank groups over which one copy of the state is cut, a part per rank."""
         groups = self.groups("dp", "cp") if axis == "dp" else self.expert_replicas()
         return _runs(groups, self.sizes.owners(axis))
 

@@ -5,7 +5,7 @@ MOST_RANKS = 2**20
 
 
 def too_many_ranks(world_size: int) -> str | None:
-    """Return the broken rule in words if there are too many ranks; None if they can be listed."""
+    """Return the broken rule in words if there are more than `MOST_RANKS` ranks; else None."""
     if world_size <= MOST_RANKS:
         return None
     return f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory"
@@ -31,7 +31,7 @@ def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None
 
 
 def uneven_replicas(dp: int, expert_dp: int, replicas: int) -> str | None:
-    """State the rule that `replicas` breaks if it does not divide the ranks that share gradients; None if it does."""
+    """Return the broken rule in words unless `replicas` divides both `dp` and `expert_dp`; else None."""
     if dp % replicas == 0 and expert_dp % replicas == 0:
         return None
     divided = f"parallel.dp = {dp}" if dp % replicas else f"the {expert_dp} ranks that hold the same experts"

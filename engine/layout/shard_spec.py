@@ -95,7 +95,7 @@ class ParamSpec:
 
     @property
     def unit(self) -> int | str:
-        """Part of the model that it belongs to: the layer's number, or outside the layers its own name."""
+        """The layer's number, or the parameter's name outside the layers. A sharded bucket holds one unit."""
         return self.name if self.layer is None else self.layer
 
     @property
@@ -161,7 +161,7 @@ class ParamRecord:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlace:
-    """A rank's place among the ranks that share a set of experts (`RankGrid.expert_blocks`)."""
+    """A rank's ep and etp indices among the ranks with one set of experts, and both axes' sizes."""
 
     ep: int = 1
     ep_index: int = 0
@@ -182,7 +182,7 @@ def localize(
     experts: ExpertPlace = ALL_EXPERTS,
     is_frozen: bool = False,
 ) -> ParamRecord:
-    """Build the record for tp rank `tp_index`'s part of `spec`; for experts, the part at the place `experts`."""
+    """Build the record for tp rank `tp_index`'s part of `spec`. For expert weights, `experts` determines the part."""
     box = [(0, size) for size in spec.shape]
     local_shape = list(spec.shape)
     if spec.ep_dim is not None:

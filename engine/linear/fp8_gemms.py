@@ -2,8 +2,10 @@
 
 With one scale per tensor, the scale follows from the tensor's largest absolute value over cp, and over tp if the tensor is cut. So
 all layouts have the same scales. Small all-reduces compute the maximum: for X and dY in each microbatch, for the weight once a
-step. X is saved as FP8 values, 1 byte each, if nothing else saves X. Block scales need no all-reduce, because no block is cut. With
-them X is saved in the run's dtype, because X and X^T are rounded differently.
+step. X is saved as FP8 values, 1 byte each, if nothing else saves X.
+
+With block scales, there is no all-reduce, because no block is cut. X is saved in the run's dtype, because X and X^T are rounded
+differently.
 
 With `precision.fp8.gather: fp8`, sequence parallelism rounds X (column-parallel) or dY (row-parallel) before the gather. The
 maximum is then reduced over tp as well.
@@ -40,12 +42,12 @@ class Fp8Form(LinearForm):
         fp8: recipe and backend.
         tp: the tp axis.
         cp: the cp axis.
-        once: function (compute) -> compute's result, kept from the forward for the layer's replay (`SavedTensors.once`).
-        makes_again: function (part) -> whether the current layer recomputes the part in the backward (`SavedTensors.makes_again`).
+        once: function (compute) that calls `compute` in the forward; in the layer's recomputation it returns the same result.
+        makes_again: function (name in `recompute.modules`) -> whether the current layer recomputes that module in the backward.
         sends: whether sequence parallelism gathers FP8 bytes (`precision.fp8.gather`).
         counts: counters for the values that FP8 loses (`fp8_shares.py`), or None.
-        alone_without: parts (`recompute.modules`) that also save the layer's input if they are recomputed; None: another layer
-            always saves the input too.
+        alone_without: modules (`recompute.modules`) that save the layer's input too if recomputed; None: another layer
+            always saves it.
     """
 
     fp8: Fp8
@@ -128,10 +130,9 @@ class Fp8Gemms(LinearGemms):
         return region.leave_backward(sent, purpose), Operand(sent, largest)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Prepare an X that needs no gather as an operand, with its scale.
+        """Compute an ungathered X's scale, and round X to FP8 if only this layer saves it.
 
-        If only this layer saves X for the backward, and the recipe has one scale per tensor, X is rounded to FP8 bytes now.
-        Otherwise X stays in the run's dtype, and `forward` rounds it.
+        With block scales, or if another layer also saves X, X stays in the run's dtype, and `forward` rounds it.
         """
         largest = self._input_amax(x, is_cut=self.parts.cuts_inputs)
         return Operand(self._as_bytes(x, largest, is_cut=self.parts.cuts_inputs) if self._is_stored() else x, largest)
@@ -207,27 +208,27 @@ class Fp8Gemms(LinearGemms):
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
 
     def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
-        """Convert `matrix` to a GEMM operand. It is a part of dY, in the run's dtype or as FP8 bytes."""
+        """Convert columns of dY to an FP8 GEMM operand. `matrix` has the run's dtype or FP8 bytes."""
         fp8 = self.form.fp8
         if is_bytes(matrix):
             return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
         return fp8.gradient(matrix, largest)
 
     def _as_bytes(self, x: torch.Tensor, largest: Scale, *, is_cut: bool) -> torch.Tensor:
-        """Convert X [.., in] to FP8 bytes, and count the values that this loses."""
+        """Convert X [.., in] to FP8 bytes, and count the clamped and zeroed values."""
         matrix = x.flatten(0, -2)
         rounded = self.form.fp8.activation(matrix, largest)
         self._count_inputs(matrix, rounded, is_cut=is_cut)
         return _bytes_of(rounded, x.shape)
 
     def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the values that X [n, in] loses in a counted step, but not in a replay."""
+        """Count X's values that FP8 clamps or makes zero. Do so only in counted steps, and not during recomputation."""
         counts = self.form.counts
         if counts is not None and counts.is_open and not counts.is_replay():
             self._count("input", matrix, rounded, is_cut=is_cut)
 
     def _count_weights(self) -> None:
-        """Count the values that the weights lose, once per counted step, if this rank counts weights."""
+        """Count the weights that FP8 clamps or makes zero, once per counted step. Only ranks with `has_weights` do."""
         counts = self.form.counts
         if counts is None or not (counts.is_open and counts.has_weights) or self._counted_step == counts.step:
             return
@@ -237,13 +238,13 @@ class Fp8Gemms(LinearGemms):
             self._count("weight", weight, copy, is_cut=is_cut)
 
     def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the values that rounding loses in a counted step. If tp does not cut the operand, only tp rank 0 counts."""
+        """Count an operand's values that FP8 clamps or makes zero, in counted steps. Only tp rank 0 counts an uncut operand."""
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
             counts.add(self.parts.name, role, matrix, rounded)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
-        """Compute the largest absolute value in `parts`, reduced over tp and cp as asked.
+        """Compute the largest absolute value in `parts`. `over_tp` and `over_cp` include the other ranks' parts.
 
         With block scales the result is None.
         """

@@ -68,5 +68,5 @@ class Fp8Counts:
         return self._counts
 
     def add(self, linear: str, role: Role, matrix: torch.Tensor, rounded: Quantised) -> None:
-        """Count the values that a layer's operand lost when `matrix` became `rounded`."""
+        """Add an operand's numbers of nonzero, zeroed and clamped values. `rounded` is `matrix` in FP8."""
         self._counts[self._rows[linear], ROLES.index(role)] += count_lost(matrix, rounded)

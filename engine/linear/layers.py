@@ -46,8 +46,8 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 class ColumnParallelLinear(nn.Module):
     """One or several weights that read the same input, each cut by output rows.
 
-    The weights share one gather of X. Each rank has its columns of Y whole, so a nonlinearity or a head follows without
-    communication.
+    The weights share one gather of X. Each rank computes complete sums for its columns of Y, so a nonlinearity or an attention head
+    can use them without communication.
 
     Args:
         weights: parameters [.., in], in the order of the output's columns.

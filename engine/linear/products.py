@@ -78,8 +78,8 @@ class FusedWeights:
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
         """Add a gradient to the main grads, one call of `add` per matrix, and notify the buckets.
 
-        The first gradient of a step (in a slot: of a microbatch) replaces the main grads. `grad` is dY [n, out] and `x` is X [n,
-        in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
+        A step's first gradient replaces the main grads (in a ZeRO-2 or 3 `Slot`, each microbatch's first). `grad` is dY [n, out];
+        `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
         """
         buckets = [member.bucket for member in self.members if member.bucket is not None]
         assert len(buckets) == len(self.members), f"{self.members[0].record.name} has no grad buffer"
@@ -115,7 +115,7 @@ class Matrices:
         self.rows: list[slice] = []
 
     def now(self) -> "Matrices":
-        """Update the views if a member was bound again; return this object."""
+        """Rebuild the views if a parameter's tensors have been replaced since; return this object."""
         bindings = self._bindings
         for place, member in enumerate(self._members):
             if not bindings or member.num_bindings != bindings[place]:
@@ -189,7 +189,7 @@ class LinearGemms:
         self._add = partial(add_matmul, kernel=parts.kernel)
 
     def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
-        """Take a column-parallel layer's X [s (/t), b, in] into the region.
+        """Gather a column-parallel layer's X [s (/t), b, in], if sequence parallelism has sharded X.
 
         Returns:
             X [s, b, in], and the tensor to save for `enter_again`.
@@ -202,15 +202,15 @@ class LinearGemms:
         return region.enter_again(kept.tensor, purpose)
 
     def leave_backward(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Pending, Operand]:
-        """Post the backward of g or g' for a row-parallel layer's dY [s (/t), b, out].
+        """Post the all-gather of a row-parallel layer's dY [s (/t), b, out], if dY is sharded.
 
         Returns:
-            dY [s, b, out] in flight, and the operand from which a deferred weight gradient restores dY.
+            dY [s, b, out] in flight, and the operand from which a deferred weight gradient gathers dY again.
         """
         return region.leave_backward(grad, purpose), Operand(grad)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Prepare an X [.., in] that is not gathered, for `forward` and for the backward."""
+        """Wrap an X [.., in] that needs no gather as an operand. Subclasses may add a scale."""
         return Operand(x)
 
     def whole_grad(self, grad: Operand) -> Operand:
@@ -298,9 +298,9 @@ class LinearForm:
     """A builder of layers' products in the run's dtype; subclasses build other products."""
 
     def alone(self, *parts: str) -> "LinearForm":
-        """Return the form for a layer whose input nothing else saves.
+        """Return the form for a layer that alone saves its input for the backward.
 
-        If one of `parts` (`recompute.modules`) is recomputed, that part saves the input too.
+        Exception: if one of `parts` (`recompute.modules`) is recomputed, it saves the input too.
         """
         return self
 

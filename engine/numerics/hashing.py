@@ -41,7 +41,7 @@ def key64(text: str) -> int:
 
 
 def mix_words_(z: torch.Tensor) -> torch.Tensor:
-    """Mix int64 words in place, and return `z`."""
+    """Apply splitmix64's finaliser to each int64 word in place, and return `z`."""
     for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
         z ^= shift_right(z, bits)
         z *= factor

@@ -42,25 +42,25 @@ class Slot:
     sending: "Bucket | None" = None
 
     def free(self) -> None:
-        """Wait for the bucket that was sent, and keep its sum."""
+        """Wait for the reduce-scatter that reads the slot. Add its result to the bucket's owned main grads."""
         if self.sending is not None:
             self.sending.keep_sum()
             self.sending = None
 
 
 class WeightSlots:
-    """Places for the weights of the buckets in use, where a rank keeps only its own part of them (ZeRO-3).
+    """Scratch slots for the gathered weights of the buckets in use (ZeRO-3).
 
-    The first use of a bucket waits for its gather and posts the one of the bucket that follows. That gather overwrites a bucket
-    whose last use was posted before, so the order of the streams keeps it safe. Embedding and head share one place; the first use
-    of a layer posts the head's gather.
+    A bucket's first use waits for its gather, and posts the gather of the next bucket. That gather may overwrite a bucket that is
+    no longer needed: the bucket's last use was posted earlier, so it runs earlier. Embedding and head share one slot; the first
+    use of a layer posts the head's gather.
 
     Args:
         buckets: the buffer's buckets, each with its slot's memory.
         slots: number of slots.
 
     Attributes:
-        ends: places of the embedding and the head, if these are the layers'.
+        ends: slots for embedding and head, listed only in the layers' `WeightSlots`.
     """
 
     def __init__(self, buckets: "Sequence[Bucket]", slots: int) -> None:
@@ -83,7 +83,7 @@ class WeightSlots:
             ends.gather_next()
 
     def gather_next(self) -> None:
-        """Post the gather of the bucket that a forward uses next into the only place, whose bucket it has used."""
+        """Post the gather of the forward's next bucket into the only slot, if the slot's bucket has been used."""
         number = self._order.next_of_forward()
         if number is not None:
             self._gather(number)
@@ -111,8 +111,8 @@ class WeightSlots:
 class ReplicaSums:
     """Sums the owned main grads over replicas of the state (HSDP).
 
-    A bucket's sum is posted once the next bucket's reduce-scatter is. If it were posted at once, the backward would wait for the
-    reduce-scatter.
+    A bucket's sum is posted only after the next bucket's reduce-scatter is posted. Posted at once, the sum would make the backward
+    wait for the bucket's own reduce-scatter.
 
     Args:
         axis: axis whose ranks own the same parts.
@@ -124,7 +124,7 @@ class ReplicaSums:
         self._summing: list[Pending] = []
 
     def sent(self, bucket: "Bucket | None") -> None:
-        """Note that the bucket's last reduce-scatter of the step was posted, and post the sum of the bucket before."""
+        """Post the replica sum for the previous call's bucket, and store `bucket` for the next call; None: no more follow."""
         before, self._sent = self._sent, bucket
         if before is not None:
             before.keep_sum()
@@ -147,22 +147,22 @@ class Bucket:
 
     Attributes:
         owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
-        owners: axis whose ranks own a part each.
-        weights: weights of the bucket [stop - start], a part of the buffer's or of a slot.
-        owned_weights: weights of the owned part: a part of `weights` unless there are slots.
-        grads: main grads of the bucket [stop - start], a part of the buffer's or of the slot.
-        owned_grads: main grads of the owned part, whole after `GradBuffers.finish`: a part of `grads` unless there is a slot.
+        owners: axis whose ranks own one part of the bucket each.
+        weights: weights of the bucket [stop - start], a view into the buffer's tensor or a slot.
+        owned_weights: weights of the owned part, a view into `weights` unless there are slots.
+        grads: main grads of the bucket [stop - start], a view into the buffer's tensor or the slot.
+        owned_grads: main grads of the owned part, fully summed after `GradBuffers.finish`; a view into `grads` without a slot.
         slot: scratch memory for main grads that the bucket shares with others; None: `grads` are its own.
-        weight_slots: places for weights that the bucket shares with others; None: `weights` are its own.
+        weight_slots: scratch memory for weights that the bucket shares with others; None: `weights` are its own.
         replica_sums: sum over replicas of the state; None: there is one.
-        expected: number of gradients of each parameter in a round; only parameters that get gradients.
+        expected: number of gradients per round, for each parameter that gets gradients.
         missing: number of gradients that each parameter still expects in this round.
         num_missing: sum of `missing`; 0 between rounds.
         rounds_left: number of rounds of this step that have not begun.
-        has_sum: whether `owned_grads` have a sum of this step; only with a slot.
+        has_sum: whether `owned_grads` hold a sum from this step; used only with a slot.
         reducing, gathering: reduce-scatter and all-gather in flight, or None.
         is_complete: whether `weights` are complete now.
-        stays: whether complete weights stay so until the next update: not in a slot.
+        stays: whether complete weights stay valid until the next update (in a slot they do not).
         version: number of changes of the weights.
     """
 
@@ -189,7 +189,7 @@ class Bucket:
     version: int = 0
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
-        """Begin a step: main grads are stale, and each use of a parameter will add one gradient per microbatch."""
+        """Begin a step. First gradients overwrite the old main grads; each use of a parameter adds one per microbatch."""
         self.rounds_left, per_round = (1, num_microbatches) if self.slot is None else (num_microbatches, 1)
         for parameter in self.expected:
             self.expected[parameter] = parameter.num_uses * per_round
@@ -274,7 +274,7 @@ class Bucket:
             self.gathering = None
 
     def keep_weights(self) -> None:
-        """Keep the owned part of `weights`, which were written from outside."""
+        """Copy the owned part of `weights` to `owned_weights`, after `weights` in a slot were changed."""
         if self.weight_slots is not None:
             start, stop = self.owned
             self.owned_weights.copy_(self.weights[start - self.layout.start : stop - self.layout.start])

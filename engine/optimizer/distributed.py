@@ -7,9 +7,9 @@ A step scales the owned gradients (loss scale and clipping), then updates the ma
 average. Afterwards it rounds the masters into the parameters and all-gathers the buckets. There are three kernels
 (`kernels.optimizer`):
 
-    torch      torch's fused operator; scaling and narrow state take passes of their own.
-    compiled   `_update`, everything in one pass over a stretch of a bucket, whatever its rules (`stretches.py`). An extension's
-               rule has only this form; if the kernel is `torch`, it runs operator by operator.
+    torch      torch's fused operator; scaling the gradients and converting narrow state take separate passes.
+    compiled   `_update`, which does everything in one pass over a range of a bucket, even with several update rules
+               (`stretches.py`). An extension's rule always runs through `_update`; `torch` runs it uncompiled.
     apex       FusedAdam's kernel, in one launch for all runs with one `UpdateRule` (`apex_update.py`).
 """
 
@@ -269,7 +269,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | No
 
 
 def _none(runs: Sequence[Run]) -> Sequence[Stretch]:
-    """Join no runs, for an update that is not elementwise."""
+    """Return no launches, since only the elementwise update (`_update`) uses stretches."""
     return ()
 
 

@@ -4,11 +4,11 @@ A buffer (`param_layout.py`) has two flat tensors: parameters in the run's dtype
 `precision.gradients`). Parameters with an update rule of their own, such as router biases, are in the accumulation dtype and have
 no main grads. Frozen parameters' gradients are computed and reduced like others, but nothing reads them. A step:
 
-    start(m)          main grads are stale; each parameter expects m gradients per use, and the first overwrites.
+    start(m)          each parameter expects m gradients per use; the first one overwrites the old main grads.
     backward ...      each added gradient is counted (`grad_added`); a bucket's last one posts its reduce-scatter over
                       dp (experts: expert_dp), which runs under the rest of the backward. With replicas of the state (HSDP) it
                       covers one replica's ranks, and an all-reduce of the owned part over the replicas follows.
-    finish()          waits for these, then all-reduces owned parts that are partial sums over a further axis.
+    finish()          waits for these reductions, then all-reduces owned parts that are partial sums over `sum_axis`.
     (optimizer)       writes the owned parameters.
     gather()          posts the all-gathers; `complete` waits for a bucket when the next forward needs it.
 
@@ -46,7 +46,7 @@ class FlatBuffer:
         sum_axis: axis over which reduced gradients are still partial sums, after the sum over replicas; None: they are whole.
         is_first: whether no rank before this one owns the same parts: this rank counts and saves them.
         is_updated: whether the optimizer changes the parameters: they are trained, and not frozen.
-        weight_slots: places for the weights in use; None: all weights are here.
+        weight_slots: slots for the gathered weights in use; None: this rank holds all weights.
     """
 
     layout: BufferLayout
@@ -70,8 +70,8 @@ class GradBuffers:
     Args:
         layouts: the frozen layout for this rank's parameters.
         parameters: the modules' parameters by name; they are bound to views into the flat tensors.
-        reduce_axes: axes whose ranks own a part of the state each, by the axis that gradients are reduced over.
-        axes: axes over which replicas' gradients are summed, by name, as far as this rank has them.
+        reduce_axes: axes whose ranks own one part of the state each, by `BufferKey.reduce_over`.
+        axes: axes over which replicas' gradients are summed, by name; only those that this rank needs.
         state_replicas: axis whose ranks own the same parts (`parallel.dp_replicas`); None: there is one replica.
 
     Attributes:
@@ -132,7 +132,7 @@ class GradBuffers:
         return (bucket for buffer in self.buffers for bucket in buffer.buckets)
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None = None) -> None:
-        """Begin a step: main grads are stale, and each parameter expects `num_microbatches` gradients per use.
+        """Begin a step. First gradients overwrite the old main grads; each parameter expects `num_microbatches` per use.
 
         `on_grad` is called in this step with each parameter whose gradient was added, before its bucket is reduced.
         """
@@ -159,8 +159,8 @@ class GradBuffers:
     def gather(self, *, untrained: bool = False) -> None:
         """Post the all-gathers for updated parameters, in the order in which the forward needs them.
 
-        With `untrained`, the others are gathered too: those that are frozen, and those that every rank changes alike. Weights in
-        slots are dropped instead, and gathered at their next use.
+        With `untrained`, parameters that the optimizer does not change are gathered too. Weights in slots are dropped instead, and
+        gathered at their next use.
         """
         for buffer in self.buffers:
             if buffer.weight_slots is not None:
@@ -181,7 +181,7 @@ class GradBuffers:
     def write(
         self, parameters: Mapping[str, ShardedParameter], write: Callable[[list[ShardedParameter]], None]
     ) -> None:
-        """Write values into parameters from outside; every rank calls it.
+        """Let `write` set the parameters' values, for example from a checkpoint; the call is collective.
 
         Args:
             parameters: this rank's parameters by name.
@@ -203,7 +203,7 @@ class GradBuffers:
 
 
 def _tensors(layout: BufferLayout, row: StateRow, owners: Axis, device: torch.device) -> list[torch.Tensor]:
-    """Allocate a kind of a buffer's state: one flat tensor, or the owned parts and the slots."""
+    """Allocate a buffer's weights or main grads: one flat tensor. If sharded: the owned parts and the slots."""
     lengths = [layout.numel]
     if row.is_cut:
         lengths = [layout.numel // owners.size, *layout.slot_numels()]
@@ -236,7 +236,7 @@ def _buckets(
 def _places(
     bucket: BucketLayout, owned: tuple[int, int], owners: int, tensors: Sequence[torch.Tensor], number: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a bucket's whole elements [stop - start] and its owned ones, in a kind's tensors; empty if there are none."""
+    """Return views of a bucket's elements [stop - start], and of its owned ones, in `tensors`. No tensors: empty."""
     if not tensors:
         return torch.empty(0), torch.empty(0)
     flat, *slots = tensors

@@ -1,12 +1,12 @@
 """Optimizer state in host memory (`optimizer.offload: cpu`), which passes through three places on the device.
 
-Pieces come one after another. Both copies run beside the update:
+The state is streamed piece by piece. Both copies overlap the update:
 
     to the device  | 1        | 2        | 3        |
     update         | 0        | 1        | 2        | ...
     to the host               | 0        | 1        | 2
 
-The update itself stays on the device, so its bits do not depend on the place of the state.
+The update itself stays on the device, so its bits do not depend on where the state is stored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,8 @@ class InHostMemory:
 
     Attributes:
         to_device, to_host: copy lanes, one for each direction.
-        tensors, host_tensors: the places on the device, and the state.
+        tensors: scratch tensors on the device, which pieces use in turn.
+        host_tensors: the state in host memory.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class InHostMemory:
         """Return vectors in host memory, page-locked for copies to `device`.
 
         Raises:
-            OutOfMemoryError: there is no such memory.
+            OutOfMemoryError: the host cannot allocate or page-lock the memory.
         """
         # Never closed, because unlocking after a failure might wait for ever.
         return PinnedBuffer(sizes, page_lock_of(device), PURPOSE).vectors

@@ -1,8 +1,9 @@
 """The loss scale: a factor in the backward that keeps small fp16 gradients from becoming zero (1710.03740).
 
     backward     d loss x scale / the loss's divisor     on the last stage and in routers; gradients come out x scale.
-    overflow     the squared gradient norm is not finite while the loss is, and the scale may still fall
-                 -> no update in this step; overflow number `hysteresis` and each later one halve the scale, until it doubles.
+    overflow     the squared gradient norm is not finite while the loss is, and the scale is above its minimum
+                 -> no update in this step. The first `hysteresis` - 1 overflows leave the scale; later ones halve it.
+                 A doubling restarts the count.
     update       gradients / scale; after `window` updates in a row the scale doubles.
     diverged     nothing changes: a smaller scale would not help.
 

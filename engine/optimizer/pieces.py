@@ -31,8 +31,8 @@ class Piece:
         where: the part's slice of the owned elements.
         state: the part's state on the device.
         runs: runs of elements under one rule, from the part's start.
-        stretches: the same as launches of the elementwise update.
-        home: pairs (place on the device, host memory) of the state; empty if it stays on the device.
+        stretches: the same runs, joined into launches of the elementwise update.
+        home: pairs (device tensor, host tensor) to copy; empty if the state stays on the device.
     """
 
     owned: "OwnedBucket"

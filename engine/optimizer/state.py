@@ -13,8 +13,8 @@ A split master is its rounding to bf16, ties away from zero, plus a remainder to
 cast rounds ties to even, which a signed 16-bit remainder cannot undo. The two roundings differ for one value in 2^17, by one bf16
 step.)
 
-A bf16 moment has 8 significant bits. It follows its average as long as each step changes it by more than half the last bit, 2^-9 of
-its value. It therefore stops within 2^-9 / (1 - beta) of its target: 4 % for the second moment with beta2 = 0.95.
+A bf16 moment has 8 significant bits. A step changes the moment only if the change is above half its last bit, 2^-9 of its
+value. The moment therefore stops within 2^-9 / (1 - beta) of its target: 4 % for the second moment with beta2 = 0.95.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +114,7 @@ class OptimizerState:
         return state
 
     def piece(self, where: slice, kept: Mapping[StateKind, torch.Tensor]) -> "OptimizerState":
-        """Return the state of a part of the parameters, over the stored tensors `kept` of as many elements."""
+        """Return the state for the parameters in slice `where`. `kept` holds the slice's stored tensors."""
         return OptimizerState(self._parameters[where], kept)
 
     @property
@@ -128,13 +128,13 @@ class OptimizerState:
         return {kind: tensor for kind, tensor in self._kept.items() if tensor is not self._parameters}
 
     def stored(self, kind: StateKind) -> StoredState:
-        """Wrap one kind's live tensors in their stored form."""
+        """Wrap one kind's tensors as `StoredState`, without a copy; a split master includes the parameters."""
         kept = self._kept[kind]
         is_split = kind == "master" and kept.dtype == torch.int16
         return StoredState((self._parameters, kept) if is_split else (kept,), self.wide)
 
     def read(self, kind: StateKind) -> torch.Tensor:
-        """Read one kind in the accumulation dtype, on the parameters' device; a tensor so stored is returned itself."""
+        """Return one kind in the accumulation dtype, on the parameters' device. A tensor already like that is not copied."""
         stored = self.stored(kind)
         return stored.over([tensor.to(self._parameters.device) for tensor in stored.tensors]).widened()
 
@@ -176,7 +176,7 @@ class OptimizerState:
 
 
 def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Compute exact weights from bf16 weights and their remainders `kept`; a `kept` that is the master is returned itself."""
+    """Compute exact weights from bf16 weights and int16 remainders `kept`. Another dtype means a whole master, returned as is."""
     if kept.dtype != torch.int16:
         return kept
     upper = parameters.view(torch.int16).to(torch.int32)

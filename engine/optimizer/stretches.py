@@ -27,7 +27,7 @@ Run = tuple[slice, UpdateRule]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Adjacent runs in one owned part.
+    """Runs without gaps between them in one owned part, which one launch updates.
 
     Attributes:
         where: slice within the owned part.

@@ -1,6 +1,6 @@
 """Optimizer arithmetic in two forms: torch's fused operator, and a function for one compiled pass.
 
-`distributed.py` calls them on flat runs of owned elements, and does what all optimizers share.
+`distributed.py` calls them on flat runs of owned elements. It also scales gradients, rounds masters and keeps the average.
 """
 
 from collections.abc import Mapping, Sequence

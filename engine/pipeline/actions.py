@@ -20,7 +20,7 @@ __all__ = ["Action", "Kind", "Output", "Placement", "Schedule"]
 
 
 class Kind(StrEnum):
-    """A kind of work that a stage does on a microbatch. `B` does the work of `I` and `W` together."""
+    """A kind of work on a microbatch: F forward, B backward. I (input gradient) and W (weight gradients) together equal B."""
 
     F = "F"
     """Forward."""

@@ -1,6 +1,6 @@
 """Runs a lowered schedule on one pipeline rank.
 
-The executor runs a list of instructions, which `validate.py` has checked. It has no code for single schedules. For each action:
+The executor runs a list of instructions, which `validate.py` has checked. Its code is the same for every schedule. For each action:
 
     F   takes the input (tokens on the first stage), runs the chunk, and hands the output over
     B   takes the output's gradient (given on the last stage), runs the backward, and hands the input's gradient over
@@ -95,7 +95,7 @@ class Executor:
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a program, with the state that ends with it."""
+    """One run of a program, with the inputs, deferred GEMMs and outputs that it keeps."""
 
     executor: Executor
     program: Program
@@ -187,7 +187,7 @@ class _Run:
             self._hand_over("backward", stage - 1, microbatch, kept.x.grad)
 
     def weight_grads(self, action: Action) -> None:
-        """Run the GEMMs that an I deferred."""
+        """Run the weight-gradient GEMMs that the same microbatch's I (input gradient) deferred."""
         add_deferred(self.deferred.pop((action.chunk, action.microbatch)))
 
     def _hand_over(self, direction: Any, stage: int, microbatch: int, tensor: torch.Tensor) -> None:

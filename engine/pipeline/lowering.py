@@ -5,10 +5,10 @@
 Activations go over the process group `forward`, gradients over `backward`. A hand-over between two stages on one rank is local and
 no transfer.
 
-**The order.** NCCL matches a group's calls by their order. So all ranks post a group's transfers in one order, by this time in the
+**The order.** NCCL matches a group's calls by their order. So all ranks sort a group's transfers by the same key, a time in the
 schedule's timeline (F costs 1, B costs 2, no latency):
 
-    time(transfer) = max(end of the action that produces, end of the action two before the one that consumes)
+    time(transfer) = max(end of the producing action, end of the action two places before the consumer on its rank)
 
 Early receives are posted just before the action that precedes the consumer, and overlap this preceding action. A rank holds at most
 one early receive buffer per direction and chunk.
@@ -92,7 +92,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A transfer with its place in the common order and among both ranks' actions.
+    """A transfer, with its sorting key and the earliest positions for its send and receive.
 
     Attributes:
         time: key in the common order, see the module's docstring.
@@ -168,9 +168,9 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
 
 def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lead: int) -> list[_Timed]:
-    """List a schedule's transfers in the common order. Receives come `lead` actions before their consumer.
+    """List a schedule's transfers, sorted by `_Timed.order`. Receives come `lead` actions before their consumer.
 
-    With `lead` 0 they also come before the W actions directly before the consumer.
+    With `lead` 0, receives also come before W actions that directly precede the consumer.
     """
     stage_of = schedule.placement.stage_of
     place = {

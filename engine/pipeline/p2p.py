@@ -87,7 +87,7 @@ class Transport:
         return self._arriving.pop(key).wait()
 
     def finish(self) -> None:
-        """Wait for the last sends; no tensor may be left over."""
+        """Wait for the last sends. Assert that every tensor was sent or taken."""
         for pending in self._sent:
             pending.wait()
         self._sent = []

@@ -71,7 +71,7 @@ class Programs:
 def schedule_file_runs(subject: Subject) -> Iterator[Problem]:
     """Yield a problem if the schedule in `schedule.file` is incomplete, out of order, or deadlocks.
 
-    Forward-only files, and files with a wrong number of rows, are left to other rules. Only callers that start or check a run apply
+    Other rules check for forward-only files and for a wrong number of rows. Only callers that start or check a run apply
     this rule.
     """
     file = subject.config.schedule.file

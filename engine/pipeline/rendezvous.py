@@ -18,8 +18,8 @@ These rules always hold:
     device         A step begins only when every earlier call on its rank has completed, as a cudaMalloc may require.
     one queue      Work after a call is launched only once the call is the head (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
-A step that can happen stays possible until it happens. So one execution decides for all speeds of ranks and links. A program that
-ends under all rules together ends under each of them alone.
+An event that can happen stays possible until it happens. So one execution gives the result for all speeds of ranks and links. A
+program that ends under all rules together ends under each of them alone.
 """
 
 from collections import deque
@@ -69,8 +69,8 @@ class Step:
 
     Attributes:
         after: positions in the rank's row of the calls that must complete before the step begins.
-        needs: fact that some step must make before this step begins; None: no fact.
-        makes: fact that holds on all ranks once the step has run; None: no fact.
+        needs: fact (such as a computed tensor) that another step must establish before this step begins; None: no fact.
+        makes: fact that this step establishes for all ranks; None: no fact.
     """
 
     after: tuple[int, ...] = ()
@@ -104,7 +104,7 @@ class Conflict:
 
     Attributes:
         reason: `content` if the ends are different messages or collectives; `connections` if a first use would open different ones.
-        first, second: places of the two calls.
+        first, second: (rank, position in its row) of the two calls.
         ours, theirs: the two contents, or each side's connections with the other rank that are not open yet.
     """
 
@@ -135,7 +135,7 @@ class Stuck:
     """Ranks and calls that wait for ever.
 
     Attributes:
-        stopped: places where ranks wait that have not reached the end of their rows.
+        stopped: for each rank before the end of its row, (rank, position where it waits).
         heads: calls that have not completed and block their channels.
     """
 
@@ -145,7 +145,7 @@ class Stuck:
 
 @dataclass(slots=True)
 class _Posted:
-    """A call in a channel.
+    """A posted call that has not completed, in its channel.
 
     Attributes:
         open: the call's messages that have not met their other end.
@@ -218,7 +218,7 @@ class _Execution:
             self.position[rank] = at + 1
 
     def _call(self, rank: int, at: int, call: Call) -> bool:
-        """Post a call, unless it is posted or a connection stays closed; return whether the rank goes on."""
+        """Post a call once its connections are open. Return whether the rank can go on."""
         channel = self.channels.setdefault((call.communicator, rank), deque())
         if self.last_posted[rank] < at:
             if self.opened is not None and not self._connect(rank, at, call):

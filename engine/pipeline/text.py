@@ -62,7 +62,7 @@ def from_text(text: str) -> Schedule:
 
 
 def instruction_tokens(rank: int, instructions: Sequence[Instruction]) -> list[str]:
-    """Write one token per instruction in a rank's row."""
+    """Write one token per instruction in a rank's row, such as `0F1` or `[>F1@2]`."""
     return [post_token(rank, each) if isinstance(each, Post) else str(each) for each in instructions]
 
 
@@ -136,7 +136,7 @@ def render_timeline(timeline: SimulatedTimeline, width: int | None = None) -> Te
 
 
 def shade(action: Action) -> str:
-    """Choose an action's colour in pictures, as #rrggbb. Each kind has four shades of a hue, darker by chunk, then repeated."""
+    """Choose an action's colour in pictures, as #rrggbb. The kind selects the hue; chunk i has shade i mod 4."""
     shades = _COLOURS[action.kind]
     return shades[action.chunk % len(shades)]
 
@@ -152,7 +152,7 @@ def _label(timeline: SimulatedTimeline, interval: Interval) -> str:
 
 
 def _band(timeline: SimulatedTimeline, row: Sequence[Interval], columns_per_unit: Fraction) -> Text:
-    """Draw one rank's line, as wide as the span."""
+    """Draw one rank's line, from time 0 to the end of the whole timeline."""
 
     def column(time: float) -> int:
         return round(Fraction(time) * columns_per_unit)

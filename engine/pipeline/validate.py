@@ -136,7 +136,7 @@ def _by_peer(rank: int, transfers: Sequence[Transfer]) -> list[frozenset[Transfe
 
 
 class _Checker:
-    """One check; its methods are called in the order of `check`."""
+    """Checks one schedule or program. A failed check raises `ScheduleError`, which shows the rows."""
 
     def __init__(self, program: Program, is_lowered: bool, opened: Collection[Connection]) -> None:
         self.schedule = program.schedule
@@ -158,9 +158,9 @@ class _Checker:
     # --- the actions -----------------------------------------------------------------------------------------------
 
     def check_actions(self) -> None:
-        """Refuse rows that do not hold each needed action once, after the one that it continues.
+        """Check that each action occurs once, with B or I after F, and W after I.
 
-        Also refuse a wrong number of rows, and a program whose actions are not its schedule's. Record each action's place.
+        Also check that there is one row per rank, and that a program has its schedule's actions. Record each action's position.
         """
         if len(self.rows) != self.placement.pp:
             raise ScheduleError(
@@ -259,7 +259,7 @@ class _Checker:
                     )
 
     def _needed_transfers(self) -> dict[Transfer, tuple[Place, Place]]:
-        """Find the needed transfers, with the places of their producers and consumers."""
+        """Map each needed transfer to the positions of the producing and the consuming action."""
         needed = {}
         for (stage, kind, microbatch), consumer in self.where.items():
             action = Action(kind, self.placement.chunk_of(stage), microbatch)
@@ -310,7 +310,7 @@ class _Checker:
     # --- the grouping ----------------------------------------------------------------------------------------------
 
     def check_grouping(self) -> None:
-        """Check that both ends of a pair group their transfers alike."""
+        """Check that two ranks group the same transfers between them into one call."""
         # Only calls with several transfers between one pair can be grouped differently at the other end.
         grouped: dict[tuple[int, frozenset[Transfer]], Place] = {}
         for rank, row in enumerate(self.rows):
@@ -334,7 +334,7 @@ class _Checker:
     def execute(self) -> None:
         """Execute the program under all its rules, and fail if it does not end.
 
-        An execution under fewer rules finds the cause.
+        After a failure, find its cause by executions under fewer rules, the most lenient first.
         """
         rows = {rank: self._row(rank) for rank in range(len(self.rows))}
         if not self.is_lowered:
@@ -352,7 +352,7 @@ class _Checker:
                 self._fail_conflict(failure)
 
     def _row(self, rank: int) -> list[Call | Step]:
-        """Translate a rank's instructions for `triaxis.engine.pipeline.rendezvous`."""
+        """Translate a rank's instructions into calls and steps, which `rendezvous.execute` runs."""
         received_by: dict[Transfer, int] = {}
         row: list[Call | Step] = []
         for position, each in enumerate(self.rows[rank]):

@@ -1,6 +1,6 @@
 """Builds schedules whose weight gradients fill the bubble.
 
-rank 0 of 3, 1F1B     F0 F1 F2 ........ B0    F3 B1    ...       B = I and W
+rank 0 of 3, 1F1B     F0 F1 F2 ........ B0    F3 B1    ...       F: forward; B: I (input gradient) and W (weight gradients)
              ZB-H1    F0 F1 F2 ...... I0 W0   F3 I1 W1 ...
 
 rank 0 of 2, ZBV      0F0 0F1 0F2 1F0 1I0 1W0 1F1 1I1 1W1 0F3 0I0 0W0 1F2 1I2 1W2 ...     chunk 0: stage 0, chunk 1: stage 3
@@ -39,13 +39,14 @@ def zb_h1(schedule: Schedule) -> Schedule:
 
 
 def zbv(pp: int, num_microbatches: int) -> Schedule:
-    """Build the ZBV schedule (2401.10241, section 6), with two half-stages per rank in a V.
+    """Build the ZBV schedule (2401.10241, section 6), with p ranks and two stages per rank.
 
-    A microbatch turns on the last rank and comes back to the first, where its backward starts. A rank has at most 2 p half-stage
-    microbatches in flight or held back, p being the number of ranks. That is as much as the p microbatches on 1F1B's first rank. If
-    F, I and W take equally long, a rank idles for the time of p - 1 half-stage forwards.
+    A stage has half of a 1F1B stage's layers. Stages go from the first rank to the last and back, so the backward starts on the
+    first. In flight or held back, a rank's two stages have at most 2 p microbatches together. They take as much memory as p
+    microbatches on 1F1B's first rank. If forward, input gradient and weight gradients take equally long, a rank idles for p - 1
+    forwards of a stage.
 
-    The order is computed for at least 2 p - 1 microbatches. Actions on microbatches that do not exist are left out.
+    Fewer than 2 p - 1 microbatches run the schedule for 2 p - 1, without the missing microbatches' actions.
     """
     most = max(2 * pp - 1, num_microbatches)
     rows = (tuple(a for a in _zbv_row(pp, rank, most) if a.microbatch < num_microbatches) for rank in range(pp))
@@ -53,7 +54,7 @@ def zbv(pp: int, num_microbatches: int) -> Schedule:
 
 
 def _zbv_row(pp: int, rank: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield a rank's actions in order."""
+    """Yield one rank's ZBV actions in execution order; `num_microbatches` >= 2 pp - 1."""
     done: Counter[tuple[Kind, int]] = Counter()
 
     def each(chunk: int, *kinds: Kind) -> Iterator[Action]:

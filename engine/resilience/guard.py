@@ -37,7 +37,7 @@ class GuardNotices(Protocol):
 
 
 class OneStep(Protocol):
-    """A source that reads the batches of one step again."""
+    """A source of this rank's batches, from which one past step is read to repeat it."""
 
     def next_step(self) -> Sequence[Any]: ...
     def close(self) -> None: ...

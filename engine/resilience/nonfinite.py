@@ -32,7 +32,7 @@ _FORWARD, _BACKWARD = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One checked value, with its place in the order that the module describes."""
+    """One checked value: whether it is finite, where it arose, and a sort key that puts earlier values first."""
 
     order: tuple[int, ...]
     what: str
@@ -68,7 +68,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
     Every rank calls this function and gets the same finding. Main grads are overwritten, and weights stay as they are.
 
     Args:
-        engine: engine that holds the step's weights, or the nearest weights that still exist.
+        engine: engine that holds the step's weights, or later ones if a later step has already updated them.
         microbatches: this rank's microbatches in the step.
     """
     watch = _Watch(engine, microbatches)

@@ -13,8 +13,8 @@ with their owners' values. A fingerprint is the sum of a weight's bits as intege
 All ranks on an axis compute the maximum of [sums, ~sums] in one small all-reduce. Its halves are each other's complement only if
 all ranks have equal sums.
 
-With ZeRO-3 each rank compares what it gathers. A weight's owner is one of these ranks, and its part of the gathered weights is its
-own, so a rank that received other bits than the owner holds is named.
+With ZeRO-3 each rank compares the weights that it has gathered. Each part's owner is among the compared ranks and uses its
+own copy of the part. So a rank that received other bits is named.
 
 Not covered are activations, main grads, master weights and moments. (In fp32 and float64 the owner's weights are the master
 weights.) With ZeRO-1 only one rank computes each part of the update, so a fault there reaches all replicas alike. It shows only
@@ -78,7 +78,8 @@ class ReplicaCheck:
     def read(self, step: int) -> list[str] | None:
         """Read the comparison of step `step`, as sentences that are the same on every rank.
 
-        One sentence names the weights of an axis that differ on the same ranks. The list is empty if the replicas are equal.
+        Each sentence names an axis, ranks on the axis that differ, and their differing weights. The list is empty if the replicas
+        are equal.
         None: no comparison was posted for the step, or it was read before.
         """
         if step not in self._posted:
@@ -112,7 +113,7 @@ def _groups(engine: Engine) -> Iterator[Group]:
 
 
 def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
-    """Sum a weight's bits as int64: over 64-bit words if the weight consists of whole words, else over its elements.
+    """Sum a weight's bits as int64: over 64-bit words if the weight's size and offset are multiples of 8 bytes, else over elements.
 
     Replicas have the same offset in equal buffers, so all ranks choose the same words or elements.
     """

@@ -181,9 +181,9 @@ class RunDirectory:
     def look(
         cls, config: Config, runs_dir: str | Path, name: str, *, from_scratch: bool = False
     ) -> "RunDirectory | None":
-        """Return the directory, with `attempt` 0, if it holds a finished run; else None, also if `from_scratch`.
+        """Return a finished run's directory, with `attempt` 0. None if the run is not finished, or if `from_scratch`.
 
-        Nothing is locked or kept. If the result is None, a trial write in each folder tests whether the attempt can write there.
+        No lock or file remains. If the result is None, a trial write in each folder tests whether the attempt can write there.
 
         Raises:
             TriaxisError: see `create`; a live run is no error here.
@@ -232,7 +232,7 @@ class RunDirectory:
             run_entries.check_kinds_of_checkpoints(folder)
 
     def _lock_checkpoints(self, config: Config) -> None:
-        """Lock the checkpoint folder against other runs. Create it if this run saves; else skip a missing one."""
+        """Lock the checkpoint folder against other runs. A missing folder is created if this run saves, else ignored."""
         folder = self.checkpoints(config).path
         with _explaining_checkpoints(folder):
             if config.checkpoint.saves:
@@ -324,7 +324,7 @@ class RunDirectory:
     def mark_saved(self, folder: Path, step: int) -> None:
         """Write `saved` if it is missing, so that later attempts resume.
 
-        `put_back` comes first. `saved` records the checkpoint's folder and step.
+        `put_back` is called first, in case the directory was removed. `saved` records the checkpoint's folder and step.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its place.
@@ -343,7 +343,7 @@ class RunDirectory:
     def finish(self, **results: Any) -> None:
         """Mark the run as finished, and write `results` (steps, loss, val_loss, ...) as JSON, atomically.
 
-        `put_back` comes first.
+        `put_back` is called first, in case the directory was removed.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its place.

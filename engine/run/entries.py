@@ -47,7 +47,7 @@ _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 
 
 def next_attempt(path: Path) -> int:
-    """Return the next attempt's number, from 0. Other names in `logs/` are ignored."""
+    """Return the next attempt's number, from 0. Entries in `logs/` that are not named `attempt_<n>` are ignored."""
     return max(_attempts(path), default=-1) + 1
 
 
@@ -141,7 +141,7 @@ def has_results(path: Path) -> bool:
 
 
 def check_same_config(path: Path, config: Config) -> None:
-    """Refuse a configuration with which the directory's metrics would mix two runs.
+    """Refuse a configuration that differs from config.yaml so much that it is another run.
 
     Raises:
         TriaxisError: fields differ that neither the resume rules nor `checkpoint.accept` allow, or config.yaml is damaged; the

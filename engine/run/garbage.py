@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class GarbageCollection:
-    """A context without the automatic collector; `after_step` collects instead.
+    """Context manager that switches off automatic garbage collection; `after_step` collects instead.
 
     Objects that exist at entry are not examined until exit.
 

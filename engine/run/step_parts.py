@@ -1,4 +1,4 @@
-"""Names the training loop's parts, and defines the base class of their watchers."""
+"""Names the training loop's activities, and defines a base class for observing them."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ from triaxis.engine.pipeline.lowering import Instruction
 
 
 class StepPart(StrEnum):
-    """A part of a training step, or of the time between steps."""
+    """An activity of the training loop, in a step or between steps. Each moment belongs to exactly one."""
 
     DATA = "data"
     FORWARD_BACKWARD = "forward_backward"

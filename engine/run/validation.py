@@ -90,7 +90,7 @@ class Validation:
         return False
 
     def _batches(self, source: StepSource) -> Iterator[list[Any]]:
-        """Yield the batches, and stop early if the ranks agree to. The code after a `yield` runs once that batch is posted."""
+        """Yield the validation batches until the ranks agree to stop. A batch's forwards are posted before the next is taken."""
         sums: Callable[[], list[float]] | None = None
         for _ in range(self._num_batches):
             yield source.next_step()

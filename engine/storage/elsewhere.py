@@ -43,7 +43,7 @@ def why_no_path(name: str | Path) -> str:
 
 
 def why_too_long(name: str | Path) -> str:
-    """Explain why a text has too many bytes or names for a path; "" if it has not."""
+    """Explain why a text is too long for a path, in bytes or in path components; "" if it is short enough."""
     content = os.fsencode(name)
     names = content.split(b"/")
     if len(content) <= MOST_BYTES and len(names) <= MOST_NAMES and max(map(len, names)) <= MOST_NAME_BYTES:

@@ -1,4 +1,4 @@
-"""Parses JSON from other sources, with one kind of error for all faults."""
+"""Parses JSON texts that others wrote; every fault raises a ValueError."""
 
 import json
 import sys

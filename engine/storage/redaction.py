@@ -44,9 +44,9 @@ REDACTED = "[redacted]"
 
 
 def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> str:
-    """Redact secrets that have a secret's form, or are values of variables like HF_TOKEN.
+    """Redact values of variables like HF_TOKEN, and texts in the format of a known API key.
 
-    Passwords in variables with addresses count too. Values shorter than `LEAST_LENGTH` stay.
+    Passwords in addresses (scheme://user:password@host) are redacted too. Variables' values shorter than `LEAST_LENGTH` stay.
 
     Args:
         text: text to be written.

@@ -155,7 +155,7 @@ def try_to_write(folder: Path) -> None:
 
 
 def _obstacle(path: Path) -> Path | None:
-    """Return the nearest existing path among `path` and its parents, or None if it is a folder."""
+    """Find the first existing path among `path` and its parents. None if that path is a folder."""
     for place in (path, *path.parents):
         try:
             mode = place.stat().st_mode

@@ -35,7 +35,7 @@ from triaxis.engine.telemetry.timing.timers import Timers
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A step that has ended on the host, before its loss and norms are read."""
+    """A step's times, peak memory and `cp_imbalance`, kept until its loss and norms reach the host."""
 
     spans_seconds: dict[StepPart, float]
     unix_time_seconds: float
@@ -55,7 +55,7 @@ class TrainingObserver:
         times: measurement of where step time goes, on all ranks; None if the configuration does not need it.
         slow_ranks: comparison of the ranks' compute time; None off the logging rank, or if times are not split.
         memory: one-time comparison of the ranks' memory with a prediction; None if there is nothing to compare.
-        loss: loss at the last step that counted a label; None before the first such step.
+        loss: loss in the last step with an unmasked label; None before the first such step.
         val_loss: last validation loss; None before the first validation.
     """
 
@@ -86,7 +86,7 @@ class TrainingObserver:
             watcher.begin(steps_made)
 
     def enter(self, part: StepPart) -> None:
-        """Notify timers, meters and watchers. Except for VALIDATION, first hand the last step's record to the sinks."""
+        """Notify timers, meters and watchers. Unless `part` is VALIDATION, the sinks first get the last step's record."""
         if part is not StepPart.VALIDATION:
             self.telemetry.flush()
         if self.telemetry.report is not None:

@@ -1,9 +1,9 @@
-"""Brings activations into the tensor-parallel region outside a linear layer.
+"""Brings activations into the tensor-parallel region separately from any linear layer.
 
     x [s(/t), b, n] --f--> [s, b, n]        backward: sum over tp, on this rank's tokens
 
-Latent attention (MLA) needs whole latents before its linear layers, for context parallelism and for decoding. Layers that produce
-or read latents use `outside_of(region)`, and then communicate nothing on entry.
+In the region, each rank has all tokens. Latent attention (MLA) needs all tokens' latents before its linear layers, for
+context parallelism and decoding. Layers that produce or read latents use `outside_of(region)`, and communicate nothing on entry.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ class _Entered(torch.autograd.Function):
 def outside_of(region: TensorParallelRegion) -> TensorParallelRegion:
     """Derive the region for a layer that communicates nothing on entry.
 
-    The layer's weight is not cut over tp, or `entered` has already brought its input into the tensor-parallel region.
+    Use it if every tp rank holds the layer's whole weight, or if `entered` has already brought the layer's input into the region.
     """
     return _Outside(region.axis, region.sequence_parallel, cuts_entered=region.sequence_parallel)
 

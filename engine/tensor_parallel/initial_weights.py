@@ -1,7 +1,7 @@
 """Draws initial weights that depend only on (seed, name), so they are equal in every layout.
 
-The row-major logical tensor is cut into fixed blocks, and a rank draws only those that its box touches. Each block is drawn in fp32
-on the CPU, with a generator seeded by hash(seed, name, block), then cast.
+The row-major logical tensor is divided into blocks of fixed size. A rank draws only the blocks that overlap its box (its part of
+the tensor). Each block is drawn in fp32 on the CPU, with a generator seeded by hash(seed, name, block), then cast.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ BLOCK_NUMEL = 1 << 16
 
 
 def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Fill bound parameters with their initial values; padding rows are zero.
+    """Fill parameters with their initial values, after `bind`; padding rows are zero.
 
     The drawing runs on `torch.get_num_threads()` threads.
     """
@@ -36,7 +36,7 @@ def _fill(parameter: ShardedParameter, seed: int) -> None:
 
 
 def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:
-    """Draw the initial values for the record's box, row-major and flat, in fp32 on the CPU."""
+    """Draw initial values for this rank's part of a parameter: row-major, flat, in fp32 on the CPU."""
     values = torch.empty(record.box_numel, dtype=INIT_DTYPE)
     init = record.spec.init
     if init.kind != "normal":

@@ -35,7 +35,7 @@ class TensorParallelRegion:
         axis: the tp axis.
         sequence_parallel: whether activations outside the region are sharded along the sequence.
         keeps_gathered: whether gathered inputs are saved whole for the backward.
-        cuts_entered: whether `enter` leaves an activation sharded along the sequence, for layers whose input does not enter.
+        cuts_entered: whether a layer's input may still be sharded along the sequence after `enter` (`entered.outside_of`).
     """
 
     axis: Axis

@@ -23,8 +23,8 @@ class ParameterBucket(Protocol):
     """Bucket that holds a parameter (`triaxis.engine.optimizer.bucket.Bucket`).
 
     Attributes:
-        is_complete: whether the bucket's weights are complete now.
-        stays: whether complete weights stay complete until the next update.
+        is_complete: whether all dp ranks' parts of the weights are gathered now.
+        stays: whether gathered weights stay in memory until the next update; not with ZeRO-3.
         version: number of changes to the weights, by updates and by loading.
     """
 
@@ -75,7 +75,7 @@ class ShardedParameter(nn.Module):
         self.value = nn.Parameter(value.data, requires_grad=main_grad is not None)
 
     def weight(self) -> torch.Tensor:
-        """Return the weight, once it is complete. With ZeRO-3 the call may start its all-gather."""
+        """Return the weight after waiting for its all-gather. With ZeRO-3 the call may also start the all-gather."""
         if self.bucket is not None and not self.bucket.is_complete:
             self.bucket.complete()
         return self.value
@@ -89,7 +89,7 @@ class ShardedParameter(nn.Module):
         return self.bucket
 
     def overwrites(self) -> bool:
-        """Return whether the next gradient replaces the main grad. The call may begin a round in the bucket."""
+        """Return whether the next gradient replaces the main grad. The call may also prepare the bucket for new gradients."""
         return self.bound_bucket().overwrites(self)
 
     def add_grad(self, grad: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class ShardedParameter(nn.Module):
         """Return the weight for ordinary autograd code; its gradient goes to the main grad.
 
         Raises:
-            ConfigError: only a part of the weight is kept (ZeRO-3), so a tensor that autograd saved would be overwritten.
+            ConfigError: ZeRO-3 reuses the gathered weight's memory, so a weight that autograd saved would be overwritten.
         """
         if self.bucket is not None and not self.bucket.stays:
             raise ConfigError(

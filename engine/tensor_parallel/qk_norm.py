@@ -108,7 +108,7 @@ class _Normalised(torch.autograd.Function):
 def _root_and_gains(
     sums: torch.Tensor, weight: torch.Tensor, count: int, eps: float, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute r [s, b, 1, 1] and g [heads, d] in the accumulation dtype."""
+    """Compute r = 1 / sqrt(S / n + eps) [s, b, 1, 1] and g = offset + w [heads, d]."""
     return (sums / count + eps).rsqrt().unsqueeze(-1), accumulate(weight) + offset
 
 
@@ -122,7 +122,7 @@ def _normalise(
 def _normalise_backward(
     x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, count: int, eps: float, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute dx = dy r g, dS = -r^3 / 2n sum(dy g x), dw = sum(dy x r) over tokens."""
+    """Compute gradients of y = x r g: dx = dy r g, dS = -r^3 / 2n sum(dy g x), dw = sum(dy x r) over tokens."""
     r, gains = _root_and_gains(sums, weight, count, eps, offset)
     products = accumulate(x) * grad
     grad_weight = (products * r).sum((0, 1))

@@ -1,8 +1,8 @@
 """`triaxis bench` measures how fast a config trains here, or how fast the device is.
 
 CONFIG     ->  a few training steps of each layout, on random tokens: speed, memory and time of each
---ranks    ->  the same of one layout on several numbers of ranks, with the speed-up and its losses
---device   ->  rates of matrix products, attention, memory and calls, as a device's file for predictions
+--ranks    ->  the same for one layout on several numbers of ranks, with the speed-up and what reduces it
+--device   ->  a file with this device's rates in matrix products, attention, memory and calls, to predict step times
 """
 
 import argparse
@@ -217,7 +217,7 @@ def _asked(args: argparse.Namespace) -> Iterator[tuple[str, list[str], int | Non
     """Yield each run as (name, overrides, number of ranks). None is the launcher's default number.
 
     Raises:
-        ConfigError: --layouts names none, or --ranks comes with several layouts, with --gpus or with a number twice.
+        ConfigError: --layouts names no layout, or --ranks repeats a number or is given with several layouts or --gpus.
     """
     layouts = [] if args.layouts is None else [text.strip() for text in args.layouts.split(";") if text.strip()]
     if args.layouts is not None and not layouts:
@@ -252,7 +252,7 @@ def _numbers(text: str) -> list[int]:
 def _try(
     args: argparse.Namespace, label: str, change: Sequence[str], folder: Path, name: str
 ) -> LayoutResult | Failed | None:
-    """Train one layout, and return its measurements or why it failed. A dry run prints the start and returns None."""
+    """Train one layout, and return its measurements or why it failed. A dry run only prints how it would start."""
     try:
         path = write_config(args.config, (*args.overrides, *change), args.steps, folder, name, os.environ)
         if not args.dry_run:
@@ -277,7 +277,7 @@ def _print_outcome(outcome: LayoutResult | Failed) -> None:
 
 
 def _that_fits(args: argparse.Namespace, smaller: ParallelConfig | None) -> str:
-    """Return advice with the command that benchmarks the layout `smaller`, or that there is no such layout."""
+    """Advise the command that benchmarks the layout `smaller`. If `smaller` is None, say that no smaller layout is legal."""
     if smaller is None:
         return " No smaller layout keeps the rules of this config."
     sizes = [f"{name}={getattr(smaller, name)}" for name in ("tp", "pp", "vpp", "ep", "etp")]

@@ -83,7 +83,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb. Raises CheckpointError if there is no checkpoint."""
+    """Run the chosen action, such as `inspect` or `diff`. Raises CheckpointError if there is no checkpoint."""
     function: Callable[[argparse.Namespace], int] = args.verb_function
     return function(args)
 
@@ -152,9 +152,9 @@ def check(args: argparse.Namespace) -> int:
 
 
 def fingerprint(args: argparse.Namespace) -> int:
-    """Print the fingerprint for each kind.
+    """Print the stored fingerprint for each kind of state, such as weights.
 
-    With --recompute, each is computed from the bytes. The exit code is then 1 if one differs.
+    With --recompute, each is also computed from the files. The exit code is then 1 if one differs.
     """
     from triaxis.engine.checkpoint.directory import find
     from triaxis.launch.inspect.check import fingerprint_bytes
@@ -398,7 +398,7 @@ def _show_checked(console: Console, checked: "CheckpointCheck") -> None:
 
 
 def _data_bytes(folder: Path) -> int:
-    """Total bytes for a progress bar; 0 if the manifest cannot be read."""
+    """Size of a checkpoint's tensors, for a progress bar; 0 if the manifest cannot be read."""
     from triaxis.engine.checkpoint.format.manifest import parse_manifest
 
     try:

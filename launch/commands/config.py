@@ -97,7 +97,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb. A ConfigError lists all problems."""
+    """Run the chosen action, such as `print` or `check`. A ConfigError lists all problems."""
     if args.verb == "print":
         config = load_config(args.config, args.overrides, os.environ)
         print(to_yaml(config, describe=True), end="")
@@ -174,7 +174,7 @@ def _parameters(config: Config) -> list[tuple[str, ...]]:
 def _by_layers(found: Sequence[GroupedParameter]) -> Iterator[tuple[str, str, GroupedParameter]]:
     """Yield (layers, name, first layer's parameter) in forward order, once for consecutive equal layers.
 
-    Layers are a range such as 0-31 or one number, and empty outside the layers. The name has N for the layer.
+    `layers` is a range such as 0-31, one number, or "" for a parameter outside the layers. In the name, N replaces the number.
     """
     alike: list[tuple[list[str], list[tuple[str, GroupedParameter]]]] = []
     for layer, parameters in groupby(found, key=_layer_of):
@@ -202,7 +202,7 @@ def _derived(
 ) -> list[tuple[str, str]]:
     """List facts derived from a legal config, as (name, value) lines.
 
-    An empty name continues the line above. If dp is open, facts that need it are left out.
+    If a name is empty, its value continues the line above. If neither config nor caller sets dp, facts that need dp are left out.
 
     Raises:
         ScheduleError: a program would deadlock.

@@ -171,11 +171,11 @@ def _model(
 ) -> tuple[ModelConfig, dict[str, Any], list[str]]:
     """Return the model, all known config sections (the model's too), and notes for the user.
 
-    They come from --config, or else from Megatron's arguments.
+    The source is --config if given, otherwise Megatron's arguments.
 
     Raises:
-        ConfigError: --config contradicts Megatron's arguments, or these cannot be read.
-        CheckpointError: there is neither.
+        ConfigError: --config contradicts Megatron's arguments, or the arguments cannot be read.
+        CheckpointError: neither --config nor Megatron's arguments exist.
     """
     if args.config is not None:
         config = load_config(args.config, [], os.environ)

@@ -93,7 +93,7 @@ def _add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb. Raises DataError for corpora that are missing, damaged or use different tokenizers."""
+    """Run the chosen action, such as `merge`. Raises DataError if corpora are missing, damaged or use different tokenizers."""
     function: Callable[[argparse.Namespace], int] = args.verb_function
     return function(args)
 
@@ -166,9 +166,9 @@ def check_corpora(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str, record: CorpusRecord | None) -> Tokenizer | None:
-    """Open the requested tokenizer, or else the record's; None if there is neither.
+    """Open the tokenizer that --tokenizer names, or else the one that the corpus's record names.
 
-    The result is also None if the record's is missing, or is no longer the one that encoded the corpus.
+    The result is None if neither names one. It is also None if the recorded tokenizer is missing or has changed.
     """
     if args.tokenizer is not None:
         return load_tokenizer(args.tokenizer, args.eod_token)
@@ -201,14 +201,14 @@ def _left_out(record: CorpusRecord | None) -> list[tuple[str, dict[str, list[str
 
 
 def merge_corpora(args: argparse.Namespace) -> int:
-    """Join corpora and describe the new one."""
+    """Join corpora into one, and print the new corpus's size."""
     record = merge(args.prefixes, args.output, force=args.force)
     print_json(args, [_show_written(args.output, record)])
     return 0
 
 
 def split_corpus(args: argparse.Namespace) -> int:
-    """Cut a corpus and describe the parts."""
+    """Split a corpus at document boundaries into parts, and print each part's size."""
     num_documents = IndexedTokens(args.prefix).num_documents
     if args.parts is not None:
         shares = _numbers("--parts", args.parts)

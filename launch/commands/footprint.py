@@ -111,7 +111,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print ranks' footprints or the ladder, replay all ranks, search for races, or measure all. Returns the exit code."""
+    """Print ranks' footprints or ZeRO stages, replay calls, find races, or measure a real step. Returns the exit code."""
     refuse(_problems(args))
     if args.measured:
         overrides = [*args.overrides, *(layout_overrides(args.layout) if args.layout else [])]
@@ -259,7 +259,7 @@ def _device_name(device: "torch.device") -> str:
 
 
 def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
-    """Run ranks and replay their ledgers together. Raises ScheduleError if a call would lack its other end."""
+    """Run ranks, then replay their recorded calls together. Raises ScheduleError if a call lacks its counterpart."""
     from triaxis.launch.footprint.replay import replay
 
     world = footprints.sizes.world_size
@@ -282,7 +282,7 @@ def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
 
 
 def show_footprint(console: Console, config: Config, rank: int, found: "Footprint") -> None:
-    """Print memory, saved tensors with the formula, traffic and operators."""
+    """Print a rank's memory, saved tensors beside the formula's prediction, traffic and operators."""
     stages = ", ".join(map(str, found.stages))
     run, all_ = found.run_microbatches, found.num_microbatches
     how = "all of them run" if run == all_ else f"{run} run, {all_ - run} added up from those like them"
@@ -361,7 +361,7 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:
-    """Bytes that a microbatch saves on the rank's chunks by the formula, including those moved to the host."""
+    """Predict how many bytes a microbatch saves in the rank's chunks, including those moved to the host."""
     from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
 
     sizes = parallel_sizes(config)
@@ -396,7 +396,7 @@ def _name(dtype: "torch.dtype") -> str:
 
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return communication as a dict from (axis, purpose, operation) to (calls, ring bytes)."""
+    """Return a dict from (axis, purpose, operation) to (calls, bytes that a ring algorithm sends)."""
     from triaxis.models.predict.traffic import measured_traffic
 
     volumes = measured_traffic(found.events)

@@ -98,7 +98,7 @@ class _Model:
 
     Attributes:
         name: description for people.
-        sections: fields in `OWN_SECTIONS`.
+        sections: the config's sections `model` and `kernels`, as fields and their values.
         notes: remarks about the model, for people.
         folder: Hugging Face model's folder; None for other sources.
         found: opened folder with its weights; None if no weights are requested.
@@ -159,7 +159,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the config, with --weights after the import.
+    """Print the config. With --weights, first import the weights.
 
     Raises ConfigError, CheckpointError or DataError if that is impossible.
     """
@@ -284,7 +284,7 @@ def _of_config(args: argparse.Namespace) -> _Model:
 def _of_hugging_face(args: argparse.Namespace) -> _Model:
     """Read a folder or a config.json.
 
-    If no sample length is requested, samples have the model's length, but at most DEFAULT_SEQ_LENGTH.
+    If no sample length is requested, it is the longest that the model allows, but at most DEFAULT_SEQ_LENGTH.
     """
     path = _path(args)
     if args.weights:
@@ -425,7 +425,7 @@ def _show(
 
 
 def _about_zero(planned: PlannedRun) -> list[tuple[str, str]]:
-    """Name the ZeRO stage that would spare the layout its recomputation or cuts. It is not chosen: links decide what it costs."""
+    """Suggest a ZeRO stage with which dp alone fits, without recomputation. It may be slower, so it is not chosen."""
     found = stage_without_recomputation(planned.chosen, planned.machine)
     if found is None:
         return []

@@ -137,7 +137,7 @@ def asked_for(args: argparse.Namespace) -> Schedule:
     """Build the schedule for the sizes on the command line.
 
     Raises:
-        ScheduleError: a size is missing, wrong or too large, a word needs a config, or there is no schedule with that name.
+        ScheduleError: a size is missing, wrong or too large, an argument needs a config, or no schedule has that name.
         ConfigError: the schedule with that name cannot have this vpp.
     """
     from triaxis.engine.config.layout import schedule_problems
@@ -214,7 +214,7 @@ def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
 def usual_dp(config: "Config") -> int:
     """Largest data-parallel size that leaves each pipeline at least `USUAL_ROUNDS` x pp microbatches, or 1.
 
-    It divides the microbatches evenly, and each pipeline's number is a multiple of pp.
+    All pipelines have equally many microbatches, a multiple of pp.
 
     With a schedule file, each pipeline gets the file's number of microbatches.
     """

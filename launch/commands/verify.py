@@ -256,7 +256,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_oracle(console: Console, args: argparse.Namespace) -> int:
-    """Compare our one process and each layout with an oracle, and print each certificate."""
+    """Compare one process and each layout with another library (the oracle), and print the verdicts."""
     asked = oracle_trial(
         args.config,
         args.overrides,
@@ -286,7 +286,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_subject(console: Console, args: argparse.Namespace) -> int:
-    """Judge another engine. Print a line for each comparison, and its tables if there is a difference."""
+    """Verify another engine's layouts. Print a line for each comparison, and its error tables if it shows a difference."""
     asked = subject_trial(
         args.config,
         args.overrides,
@@ -350,7 +350,7 @@ def _features(row: Row) -> str:
 
 
 def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:
-    """Build the verdict as JSON, with the distances and the config that reproduces the runs."""
+    """Build the verdict as JSON, with the largest errors and the config that reproduces the runs."""
     return {
         "equal": verdict.equal,
         "layout": _layout(asked.config),

@@ -79,7 +79,7 @@ def collect(
 
 
 def network() -> NetworkFacts:
-    """Read the cluster's interface, and where this process and its launcher listen. Groups must be connected before."""
+    """Read the cluster's interface, and where this process and its launcher listen. Call it after process groups exist."""
     name = os.environ.get(GLOO_VARIABLE, "")
     states = {one: state for one, state in psutil.net_if_stats().items() if state.isup}
     addresses = [

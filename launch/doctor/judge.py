@@ -49,7 +49,7 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 
 def judge_nodes(seen: Examination) -> Iterator[Finding]:
-    """Check that each layout node is one host. A node on several hosts is FAIL. A host that is several nodes is WARN."""
+    """Check that each of the layout's nodes is one host. A node on several hosts is FAIL, several nodes on one host are WARN."""
     hosts: dict[int, dict[str, None]] = {}
     for one in seen.facts:
         hosts.setdefault(one.node, {})[one.host] = None

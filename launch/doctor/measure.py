@@ -194,8 +194,8 @@ def _settle(device: torch.device) -> None:
 def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) -> NodeClock | None:
     """Compare this node's clock with rank 0's; None unless this rank is its node's first.
 
-    Rank 0 assumes that the answer was sent halfway between its request and the arrival. The quickest of `PINGS` rounds counts. Half
-    its duration is the largest possible error.
+    Rank 0 assumes that the node answered halfway between rank 0's request and the answer's arrival. The quickest of `PINGS` rounds
+    counts. Half its duration is the largest possible error.
     """
     grid, world, device = topology.grid, topology.axis("world"), topology.device
     firsts = range(0, grid.world_size, grid.ranks_per_node)

@@ -2,10 +2,10 @@
 
 
 def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """List phases of pairs (sender, receiver), which are counterparts on neighbouring nodes.
+    """List phases, each with the pairs (sender, receiver) that send at the same time.
 
-    Sends to each next node come first, then sends to the previous one. No rank is in two pairs of a phase. Two nodes have only the
-    first kind, which covers both directions. One node has no phases.
+    A pair's ranks have equal local indices on neighbouring nodes in a ring. No rank is in two pairs of a phase. Sends to next nodes
+    come first, then sends to previous ones (only with three or more nodes). One node has no phases.
     """
     num_nodes = world_size // ranks_per_node
     steps = [1, -1] if num_nodes > 2 else [1]

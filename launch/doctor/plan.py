@@ -38,9 +38,9 @@ CHECKPOINT_DIR = "checkpoint.dir"
 
 
 def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
-    """Choose one message per axis and operation: the mean message for the purpose and stage with the most bytes.
+    """Choose a typical message for each axis and operation. All ranks compute the same list.
 
-    All ranks compute the same list.
+    It is the mean message of the purpose and pipeline stage that send the most bytes.
     """
     config = resolve_recompute(config, sizes)
     stages = stages_of(config)
@@ -72,7 +72,7 @@ def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
 
 
 def _called_bytes(op: str, size: int, wire: int) -> int:
-    """Compute a call's bytes from its wire bytes, as the inverse of `triaxis.models.predict.traffic.wire_bytes`."""
+    """Compute a call's tensor bytes from the bytes that a rank sends: the inverse of `models.predict.traffic.wire_bytes`."""
     if op == "all_reduce":
         return wire * size // (2 * (size - 1))
     if op in ("reduce_scatter", "all_to_all", "all_to_all_rows"):

@@ -79,13 +79,13 @@ def examine(
     most_measurements: int = MOST_MEASUREMENTS,
     path_bytes: int = NODE_PATH_BYTES,
 ) -> Examination:
-    """Collect and measure everything, with the same result on every rank. All ranks call it.
+    """Collect all ranks' facts and measure all rates, with the same result on every rank. All ranks call it.
 
     Args:
         roots: folders to check; None: the config's.
         clock: function () -> this node's time in seconds.
         patience_seconds: time limit for another node's file to appear.
-        most_measurements: limit on measurements while some rates are slow.
+        most_measurements: limit on measurements, which are repeated while a rate is slow.
         path_bytes: message size from node to node.
     """
     grid, rank, device = topology.grid, topology.rank, topology.device

@@ -1,4 +1,4 @@
-"""Find slow groups, paths and hosts, by comparing each with its equals."""
+"""Find slow groups, paths and hosts, by comparing each with similar ones."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -45,8 +45,8 @@ def judge_groups(seen: Examination) -> Iterator[Finding]:
 def judge_paths(seen: Examination) -> Iterator[Finding]:
     """Compare paths between nodes, one direction at a time.
 
-    A host is blamed for its sends if all are slow, but some receiver is fast with another host. Its receives are judged the same
-    way. Between only two hosts the slow end cannot be known.
+    A host's sends are blamed if all of them are slow, and one of the receivers receives fast from another host. Receives are judged
+    the same way. Between only two hosts the slow end cannot be known.
 
     A slow path with neither end to blame names both hosts. If no path is slow, the median is compared with the interface's rate.
     """
@@ -119,14 +119,14 @@ class _Ends:
 
 
 def all_equal(seen: Examination) -> bool:
-    """Whether no group or path is slow compared with its equals."""
+    """Whether no group or path is slow compared with similar ones."""
     return all(finding.level is Level.OK for finding in judge_groups(seen)) and not (
         seen.paths and _Ends(seen.paths).any_slow
     )
 
 
 def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usual: float) -> Finding:
-    """Compare a node's rate, the median path times its ranks, with the interface's stated rate.
+    """Compare a node's rate with its network interface's stated rate. A node's rate is the median path rate times its ranks.
 
     Only gloo can get a warning, because NCCL may send over other links.
     """

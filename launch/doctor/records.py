@@ -258,10 +258,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All facts and rates.
+    """All ranks' facts and all measured rates.
 
-    `groups` are on the layout's axes. A path leads from one rank to one on another node. `tp_groups` has the ranks of each
-    tensor-parallel group.
+    `groups` has rates of groups on the layout's axes. `paths` has rates from a rank to a rank on another node. `tp_groups` lists
+    the ranks of each tensor-parallel group.
     """
 
     needs: Needs

@@ -53,7 +53,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The rungs of one run on a cluster of its size."""
+    """One run's predictions for all ZeRO stages, on a cluster of the run's size."""
 
     cluster: Cluster
     device_bytes: int
@@ -76,11 +76,11 @@ class Ladder:
         return {"device": self.cluster.device, "device_bytes": self.device_bytes, "ladder": rows}
 
     def _on_node(self, memory: Memory) -> int:
-        """Compute the host memory of a node's ranks, each as full as the fullest, in bytes."""
+        """Compute a node's host memory in bytes, if each rank uses as much as the fullest."""
         return memory.host * self.cluster.gpus_per_node
 
     def table(self) -> Table:
-        """Build the table: a row for each rung, without kinds of memory that all rungs lack."""
+        """Build a table with a row for each rung. Kinds of memory that no rung uses have no column."""
         held = [rung.memory for rung in self.rungs if rung.memory is not None]
         kinds = [kind for kind in KINDS if any(getattr(each, kind) for each in held)]
         title = f"ZeRO stages: memory of the fullest rank, of {gigabytes(self.device_bytes)}, and a step, as predicted"
@@ -109,13 +109,13 @@ class Ladder:
 
 
 def ladder(config: Config, device: str, *, rungs: Mapping[str, Changes] = RUNGS, measure: Measure = as_ours) -> Ladder:
-    """Predict a run's rungs.
+    """Predict a run's memory and step time for each rung (ZeRO stage).
 
     Args:
         config: run with `parallel.dp` set. Nodes have `runtime.ranks_per_node` devices, or 8 if that is null.
         device: kind of the run's devices, such as H100 (`cluster_of`).
-        rungs: fields to set for each row, by its name.
-        measure: function that measures an extension's parts in a layout.
+        rungs: fields to set for each row, by row name.
+        measure: function that measures an extension's costs in a layout.
 
     Raises:
         ConfigError: the device's links or rates are not known.

@@ -89,7 +89,7 @@ class Extremes:
         most: peak bytes of each kind that grew; the peaks may be at different moments.
         peak: largest moment at which a storage was created; None: no storage was created.
         largest: largest tensor created, the first of several equal ones; None: no tensor was created.
-        ops: number of dispatches of each operator, by (place, name).
+        ops: number of dispatches of each operator, by (place in the model, name).
     """
 
     most: dict[MemoryKind, int] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class MemoryWatch(TorchDispatchMode):
         live: current bytes by kind.
         step: peaks and counts since `forget_peak`.
         part: peaks and counts since `begin_part`, within the step.
-        phase: place for operators outside all modules.
+        phase: label under which operators outside all modules are counted.
         saved: tensors that autograd saved in each chunk's first forward, in order; each storage is listed once.
     """
 
@@ -215,10 +215,10 @@ class MemoryWatch(TorchDispatchMode):
 
         Args:
             modules: the model's chunks.
-            saving: policies whose own hooks pass what they keep to `on_saved`; copies in host memory are not counted.
+            saving: objects that keep saved tensors and report them to `on_saved`; their copies in host memory are not counted.
             logits: names of modules whose saved tensors count as logits.
-            places: place for each child of a chunk, by the child's name, under which operators are counted. A chunk's own operators
-                count toward the last child's place, or toward the place for "" before any child has run.
+            places: label under which a child module's operators are counted, by the child's name. Operators of the chunk itself
+                get the label of the child that ran last, or the label for "" if none has run.
         """
         self._places = places
         hooks = []
@@ -269,7 +269,7 @@ class MemoryWatch(TorchDispatchMode):
         self._new_nodes_belong_here()
 
     def _new_nodes_belong_here(self) -> None:
-        """Record the number from which autograd nodes belong to the running module."""
+        """Record the sequence number from which new autograd nodes belong to the running module."""
         self._first_nodes.append(torch.autograd._get_sequence_nr())
         self._node_places.append(self._place if self._sites else "")
         self._node_sites.append("".join(self._site))

@@ -9,9 +9,9 @@ An instruction's work depends on a few facts about it, its `Likeness`:
     action        kind, chunk, and whether the microbatch is the chunk's first or last
     group call    its sends and receives, and the number of sends in the group call before it
 
-Where main grads are in slots, an action also waits for the sums of earlier actions. So these actions' kinds, chunks and order are
-facts too. Two parts that are alike and differ in their work are an error. Calls and operators of a longer step are summed over the
-parts of its row. Peaks follow from the live bytes carried from part to part.
+With ZeRO-2, buckets share memory for main grads, so an action also waits for reduce-scatters of earlier actions. The kinds, chunks
+and order of these actions are then facts too. If parts with equal facts differ in their work, that is an error. A longer step's
+calls and operators are sums over its parts. Its peaks follow from the live bytes at each part's beginning.
 """
 
 from collections import Counter
@@ -31,9 +31,9 @@ Likeness = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait for one call.
+    """Tells which call is waited for, in terms that also hold in a longer step.
 
-    `of` says how the call is found, also in a longer row:
+    `of` says where the call was posted:
 
     - own: call number `call` in the waiting part
     - fed: the receive that feeds the waiting action
@@ -53,7 +53,7 @@ class InstructionCost:
 
     Attributes:
         calls: posts and waits, in order; posts are numbered from 0.
-        ops: operators dispatched, by (place, name).
+        ops: number of dispatches of each operator, by (place in the model, name).
         change: bytes by kind at the part's end, less those at its beginning.
         most: peak bytes of each kind that grew, less the kind's live bytes at the part's beginning.
         peak: largest moment at which a storage was created, less the live bytes at the part's beginning; None: no storage was
@@ -71,7 +71,7 @@ class InstructionCost:
 
 @dataclass
 class Total:
-    """A whole step, added up from parts. `log` equals the step's ledger, `extremes` equals `MemoryWatch.step`."""
+    """A whole step, added up from parts. `log` has the calls that the ledger would have, `extremes` the peaks and counts."""
 
     log: list[Event] = field(default_factory=list)
     extremes: Extremes = field(default_factory=Extremes)
@@ -83,7 +83,7 @@ class Recorder:
     Args:
         watch: entered watch on which `forget_peak` was just called.
         ledger: the topology's ledger.
-        program, rank: the program, and the pp rank whose row runs.
+        program, rank: the program, and the pp rank whose instructions run.
     """
 
     def __init__(self, watch: MemoryWatch, ledger: Ledger, program: Program, rank: int) -> None:
@@ -168,7 +168,7 @@ def feeding_transfer_of(schedule: Schedule, rank: int, instruction: Instruction)
 
 
 def likenesses(program: Program, rank: int, *, has_slots: bool = False) -> list[Likeness]:
-    """List the likeness of each instruction in pp rank `rank`'s row. `has_slots` says that main grads are in slots (ZeRO-2)."""
+    """List the facts that decide each instruction's work, for pp rank `rank`. `has_slots`: buckets share main grads (ZeRO-2)."""
     last = program.schedule.num_microbatches - 1
     found: list[Likeness] = []
     counts: dict[tuple[Kind, int], int] = {}
@@ -188,9 +188,9 @@ def likenesses(program: Program, rank: int, *, has_slots: bool = False) -> list[
 
 
 def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
-    """Whether the short row has each likeness in the long row.
+    """Whether the short step has an instruction like each one in the long step.
 
-    A likeness that the long row has twice must also occur twice in the short row.
+    If the long step has two or more that are alike, the short step must also have at least two.
     """
     have = Counter(short)
     return all(have[likeness] >= min(count, 2) for likeness, count in Counter(long).items())
@@ -198,13 +198,13 @@ def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
 
 @dataclass
 class PartBook:
-    """The parts of short steps, by likeness.
+    """Recorded parts of a short step, for adding up longer steps.
 
     Attributes:
         live_at_start, live_at_update: live bytes when the step and its update begin.
-        start, finish, update: parts around the row.
-        by_likeness: one part for each likeness.
-        has_slots: whether main grads are in slots.
+        start, finish, update: parts outside the pipeline's instructions.
+        by_likeness: one part for all instructions with equal facts.
+        has_slots: whether buckets share main grads (ZeRO-2).
     """
 
     live_at_start: Counter[MemoryKind]
@@ -237,16 +237,16 @@ class PartBook:
         return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness, has_slots)
 
     def covers(self, program: Program, rank: int) -> bool:
-        """Whether there is a part for each instruction in pp rank `rank`'s row."""
+        """Whether a part was recorded for each instruction of pp rank `rank`."""
         return all(each in self.by_likeness for each in likenesses(program, rank, has_slots=self.has_slots))
 
     def add_up(self, program: Program, rank: int) -> Total:
-        """Add up pp rank `rank`'s step. The rank's stages must be the recorded rank's, or equal to them."""
+        """Add up pp rank `rank`'s step. The rank's stages must equal the recorded rank's stages."""
         return _Sum(self, program, rank).total()
 
 
 class _Sum:
-    """The running sum of a book's parts along one row of a program."""
+    """The running sum of recorded parts over one pp rank's instructions."""
 
     def __init__(self, book: PartBook, program: Program, rank: int) -> None:
         self.book = book

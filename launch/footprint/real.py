@@ -37,7 +37,7 @@ class RealSteps:
         seconds: time of each step after the warm-up.
         peak_allocated_bytes: peak memory held by tensors, as the GPU's allocator rounds it; None on the CPU.
         peak_reserved_bytes: peak memory that the allocator reserved; None on the CPU.
-        events: posts in the last step's ledger.
+        events: communication calls posted in the last step.
     """
 
     coordinates: Coordinates

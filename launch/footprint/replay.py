@@ -1,10 +1,10 @@
-"""Execute many ranks' ledgers together under NCCL's rules, to find calls that do not match.
+"""Replay many ranks' recorded communication calls under NCCL's rules, to find mismatches.
 
 The rules in `triaxis.engine.pipeline.rendezvous` are applied to every call:
 
-    communicator   one per group of ranks, shared by axes with the same ranks; a pipeline has one per direction
-    call           a collective, or sends and receives posted together; all ends have the same operation, dtype and numel
-    wait           a step that needs one call
+    communicator   one per group of ranks, shared by axes with the same ranks; a pipeline group has one per direction
+    call           a collective, or sends and receives posted together; its ranks must agree on operation, dtype and numel
+    wait           blocks its rank until one call has ended
 """
 
 from collections import Counter
@@ -38,11 +38,11 @@ class Replayed:
 def replay(
     logs: Mapping[int, Sequence[Event]], grid: RankGrid, kv_heads: int | None, *, has_experts: bool = False
 ) -> Replayed:
-    """Run the ledgers of some ranks to their end, and count the matched calls.
+    """Replay some ranks' calls and waits to the end, and count the matched calls.
 
     Args:
-        logs: posts and waits of each rank, in order; marks are ignored. Members of a communicator that have no log are assumed to
-            join each call. A pipeline must be complete.
+        logs: posts and waits of each rank, in order; events of phase `mark` are ignored. Members of a communicator that have no
+            log are assumed to join each call. A pipeline's ranks must all have logs.
         grid: grid of all ranks.
         kv_heads, has_experts: the model's properties, as `Topology` takes them.
 
@@ -55,7 +55,7 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The facts that all ends of a call must agree on, read from one post. A message has no `op`."""
+    """The operation, dtype and numel that all ranks in a call must agree on. A message's `op` is empty."""
 
     op: str
     dtype: object
@@ -100,7 +100,7 @@ class _Replay:
         return Replayed(len(self.rows), dict(collectives), dict(messages))
 
     def _row(self, rank: int, log: Sequence[Event]) -> Row:
-        """Translate a rank's ledger. Posts in one group call become a call, and a wait becomes a step."""
+        """Translate a rank's log for `execute`. Posts in one group call become a `Call`, a wait becomes a `Step`."""
         items: list[list[Event]] = []
         position_of: dict[int, int] = {}
         for event in log:

@@ -1,4 +1,4 @@
-"""Assume a routing for a footprint, whose tensors have no values.
+"""Assume which experts tokens choose, since a footprint's tensors have no values.
 
 Experts take turns, as with `model.moe.force_balanced`. With k choices per token, the token at position p of its sample chooses
 experts p k .. p k + k - 1, modulo E. All E experts get equally many tokens if a rank's tokens per sample, times k, are a multiple
@@ -23,7 +23,7 @@ Counts = Sequence[Sequence[int]]
 
 
 def counts_in_turn(config: Config, grid: RankGrid, rank: int, rows: Sequence[Sequence[int]]) -> Counts:
-    """Count a microbatch's choices, for each rank that shares experts with `rank`.
+    """Count a microbatch's choices of each expert, for each rank that shares experts with `rank`.
 
     `rows` has the document lengths of each sample in the microbatch.
     """
@@ -47,7 +47,7 @@ def _of_rank(config: Config, grid: RankGrid, moe: MoEConfig, rank: int, rows: Se
 
 
 def known_rows(counts: Counts, grid: RankGrid, rank: int) -> KnownRows:
-    """Return the numbers of rows that a rank sends and receives under these choices."""
+    """Count the token rows that a rank sends and receives under the expert choices `counts`."""
     sizes, place = grid.sizes, grid.sizes.expert_place(rank)
     num_local = len(counts[0]) // sizes.ep
     blocks = [slice(index * num_local, (index + 1) * num_local) for index in range(sizes.ep)]
@@ -59,7 +59,7 @@ def known_rows(counts: Counts, grid: RankGrid, rank: int) -> KnownRows:
 
 
 def know_rows(engine: Engine, known: KnownRows) -> None:
-    """Give dispatch the numbers of rows, since fake tensors cannot tell them."""
+    """Set the row counts in each chunk's expert dispatch, because fake tensors have no values."""
     for chunk in engine.chunks:
         experts = cast(GPTChunk, chunk).context.experts
         assert experts is not None and isinstance(experts.dispatch, GatherDispatch | ExchangeDispatch)
@@ -67,6 +67,6 @@ def know_rows(engine: Engine, known: KnownRows) -> None:
 
 
 def choices_of_step(counts: Counts, config: Config, num_microbatches: int) -> Choices:
-    """Return the choices in a step, by layer. Every microbatch in every layer has these counts."""
+    """Add up a step's expert choices by layer. Every microbatch has `counts` in every layer."""
     total = [[num_microbatches * count for count in of_rank] for of_rank in counts]
     return dict.fromkeys(config.model.expert_layers, total)

@@ -3,7 +3,7 @@
 The engine's own code runs on fake tensors in a fake process group. So a rank out of thousands runs on a laptop. The step counts
 calls and bytes in the ledger, live storages by kind, and dispatched operators.
 
-If there are many microbatches, only some of them run. The rest is added up over the whole step's program
+If there are many microbatches, only some of them run. The others' calls and memory are added up from those that ran
 (`triaxis.launch.footprint.parts`).
 """
 
@@ -75,13 +75,13 @@ class Footprint:
         num_microbatches: microbatches in the step.
         run_microbatches: number of microbatches that were run; the others were added up.
         state: bytes of parameters, gradients and optimizer between steps, by kind, without host memory.
-        peak: moment with the most bytes.
+        peak: live bytes by kind at the moment with the most.
         most: peak bytes of each kind; the peaks may be at different moments.
         largest: largest tensor that an operator in the step created.
         saved: tensors that each chunk's first forward keeps for its backward, in order.
-        log: posts and waits in the ledger.
-        ops: number of dispatches by place and operator name. The places are `PLACES`, and `pipeline`, `gradients` and `optimizer`
-            outside the model.
+        log: communication events, posts and waits in order.
+        ops: number of dispatches, by place and operator name. Places are the values in `PLACES`; outside the model, `pipeline`,
+            `gradients` and `optimizer`.
     """
 
     coordinates: Coordinates
@@ -159,10 +159,10 @@ class Footprints:
         return self._added_up(found, PartBook.of(recorder, has_slots=self._has_slots), at)
 
     def of_stages(self) -> list[Footprint]:
-        """Find the footprints of the ranks with tp, cp and dp index 0, by pp index.
+        """Return the footprints of the ranks with tp, cp and dp index 0, by pp index.
 
-        Ranks with equal chunks do the same work. So one of them runs, and the others are added up from its parts. A further one
-        runs if these parts lack a likeness in its row. With `full`, all run.
+        Ranks with equal chunks do the same work. So one of them runs, and the others' footprints are added up from its
+        instructions. A rank with another kind of instruction runs too. With `full`, all ranks run.
 
         Raises:
             ScheduleError: the microbatches that ran are not alike (see `PartBook.of`).
@@ -170,7 +170,7 @@ class Footprints:
         return [self._like(pp) for pp in range(self.sizes.pp)]
 
     def enough_microbatches(self, pp: int) -> int:
-        """Return a number of microbatches, at most the step's, whose short step covers the whole step (see `covers`)."""
+        """Return how many microbatches must run so that the others can be added up (see `covers`)."""
         whole = likenesses(self.program, pp, has_slots=self._has_slots)
         # An interleaved schedule's partial last group has the same size in the short step.
         group = self.sizes.pp if self.sizes.vpp > 1 and not self.sizes.is_v else 1
@@ -210,7 +210,7 @@ class Footprints:
 
     @contextmanager
     def watched_engine(self, config: Config, rank: int) -> Iterator[tuple[Engine, MemoryWatch]]:
-        """Build a rank's engine on fake tensors, inside an entered watch."""
+        """Build a rank's engine on fake tensors under an active memory watch; yield both."""
         # Counting needs real tensors, so it happens outside FakeTensorMode.
         counts = self.counts_of(rank)
         with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
@@ -258,7 +258,7 @@ def require_rank(rank: int, sizes: ParallelSizes) -> None:
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Open a default process group, for the block, whose other ranks do not exist.
+    """Open, for the block, a default process group in which only this rank exists.
 
     Raises:
         TopologyError: this process already belongs to a process group.
@@ -294,7 +294,7 @@ def assumed_rows(config: Config) -> list[list[int]]:
 
 
 def microbatches(engine: Engine) -> list[MicroBatch]:
-    """Build a step's microbatches, all equal: every token is 0, and every label counts.
+    """Build a step's microbatches, all equal: every token is 0, and no label is masked.
 
     With `data.attention: within`, their documents are `assumed_documents`.
     """
@@ -316,10 +316,10 @@ def microbatches(engine: Engine) -> list[MicroBatch]:
 
 
 def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch) -> tuple[Footprint, Recorder]:
-    """Run a whole training step under a watch. Return (footprint, recorder of the step's parts).
+    """Run a whole training step under a watch. Return (footprint, recorder of each instruction's cost).
 
-    Enter the watch before the engine is built. If the process group is real, the network decides when sends end, so parts with the
-    same work may differ in memory.
+    Enter the watch before the engine is built. If the process group is real, the network decides when sends end. Instructions with
+    the same work may then differ in memory.
     """
     for buffer in engine.buffers.buffers:
         for tensor in buffer.weights:
@@ -363,7 +363,7 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
 def looking_at(engine: Engine, watch: MemoryWatch) -> AbstractContextManager[None]:
     """Return a context in which the watch sees the tensors that the engine's chunks save.
 
-    In it, operators are counted under the modules that they work for.
+    The watch also counts each operator under the chunk's child module that needs it.
     """
     modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
     return watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES)

@@ -1,6 +1,6 @@
 """Run one rank for `triaxis footprint --measured`.
 
-Two steps run on random tokens, and the second step's ledger is compared with the formulas.
+Two training steps run on random tokens. The second step's calls and bytes are compared with the traffic formulas.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def choices_of_group(engine: Engine, chosen: torch.Tensor) -> Choices:
 
 
 def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num_differing: int) -> None:
-    """Print rank 0's table, and whether all ranks agree with their formulas."""
+    """Print rank 0's table of calls and bytes, and how many ranks differ from the formulas."""
     table = Table(
         title=f"One training step, rank {rank.number} ({rank.topology.coordinates}), {rank.topology.sizes}",
         title_justify="left",

@@ -67,7 +67,7 @@ class Asked:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add what commands for trained models share: checkpoint, overrides, --tp, --pp, --weights, --json."""
+    """Add the arguments of all commands for trained models: checkpoint, overrides, --tp, --pp, --weights, --json."""
     parser.takes(CHECKPOINT, "step_00001000, a folder of checkpoints or a run directory (their latest)")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel ranks (default: 1)")
@@ -110,7 +110,7 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
 
     Args:
         candidate: the checkpoint.
-        train: fields that replace those of the section `train`.
+        train: fields of the section `train`; missing ones give a step of one sample.
 
     Raises:
         CheckpointError: the manifest has no section `model`.
@@ -194,7 +194,7 @@ def read_job(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _write_config(folder: Path, candidate: Candidate, tree: Mapping[str, Any]) -> Path:
-    """Write the config to a file with the checkpoint's name, which messages show."""
+    """Write the config to a file named after the checkpoint, because error messages show the file's name."""
     path = folder / f"{candidate.folder.name}.yaml"
     path.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
     return path

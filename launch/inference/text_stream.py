@@ -1,7 +1,7 @@
 """Decodes text from tokens that arrive one at a time.
 
-ids    72  226 130 172  33           here each token is a byte; a BPE token may also hold a part of a character text   H   -   -   €
-!            text that each token adds; nothing until a character is complete
+ids    72   226   130   172   33     here each token is a byte; a BPE token may also hold a part of a character
+text   H    -     -     €     !      text that each token adds; nothing until a character is complete
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
 """Compares every byte of a checkpoint with its manifest, in one process.
 
-    manifest.sha256      checks manifest.json: each field, each file's size, every tensor element exactly once
+    manifest.sha256      checks the next file's bytes
+    manifest.json        checks its fields, file sizes, and one copy of each tensor element
     safetensors header   checks names, dtypes and offsets, which other tools read
     xxh3                 checks every piece's bytes
-    fingerprint          checks every piece's values, and the sum per kind
+    fingerprint          checks every piece's values, and the sum per kind of tensor
 
 One piece is in memory at a time. The check goes on after a fault and reports all faults.
 """
@@ -28,7 +29,7 @@ _MOST_HEADER_BYTES = 100 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCheck:
-    """The result for one checkpoint.
+    """The result of checking one checkpoint.
 
     Attributes:
         folder: checkpoint folder.
@@ -44,7 +45,7 @@ class CheckpointCheck:
 def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointCheck:
     """Read a whole checkpoint and collect its faults.
 
-    A file is not read if its size, or the place of one of its pieces, contradicts the manifest.
+    A file is not read if its size, or the byte range of one of its pieces, contradicts the manifest.
 
     Args:
         folder: checkpoint folder.

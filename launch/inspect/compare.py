@@ -28,7 +28,7 @@ Verdict = Literal["only in A", "only in B", "other shape", "other dtype", "other
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's shape, its pieces' dtypes, and the sum of their fingerprints modulo 2^64."""
+    """A tensor's shape, the dtypes of its pieces, and the sum of the pieces' fingerprints modulo 2^64."""
 
     shape: tuple[int, ...]
     dtypes: frozenset[DType]
@@ -39,7 +39,7 @@ class Tensor:
 class TensorDifference:
     """A tensor that differs, or may differ, between A and B.
 
-    With the verdict `other dtype`, only the bytes can decide. It includes tensors with pieces of several dtypes.
+    With the verdict `other dtype`, only the bytes can decide. Tensors with pieces of several dtypes have this verdict too.
 
     Attributes:
         one, other: the tensor in A and in B; None: the tensor is missing there.

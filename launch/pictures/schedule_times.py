@@ -18,8 +18,8 @@ MOST_PIECES = 12
 def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
     """Build a table with a row per rank.
 
-    A row has shares of the step's time: actions, bubble, and waits for messages. Peak microbatches in flight follow. Peak weight
-    gradients held follow if any rank defers some.
+    A row has shares of the step's time: actions, bubble, and waits for messages. Then comes the peak number of microbatches in
+    flight. If any rank defers weight gradients, the peak number deferred follows.
     """
     table = Table(box=None, pad_edge=False, header_style="bold")
     held = facts.peak_held

@@ -5,9 +5,9 @@
     rank 1  |................|  0F0  |  ...            an action waits for its receive; an early receive costs nothing
 
 A post starts a call, a group of transfers that run together. A rank reaches a post when all earlier actions have ended. A transfer
-begins when its calls on both ranks run and its channel is free. As under NCCL, calls in one group on one rank run one after
-another. A call ends when all its transfers have ended. So an action may wait for a message other than its own. The groups `forward`
-and `backward` do not wait for each other.
+begins when its calls on both ranks run and its channel is free. As under NCCL, a rank's calls in one process group run
+one after another. A call ends when all its transfers have ended. So an action may wait for a message other than its own. The
+process groups `forward` and `backward` do not wait for each other.
 
 `triaxis.engine.pipeline.simulate` models no posts, calls or channels.
 """
@@ -104,7 +104,7 @@ def simulate_program(program: Program, costs: Costs) -> ProgramTimeline:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """An action on its rank. `cause` is the event that the action waited for last."""
+    """A timed action on one rank. `cause` is the action or transfer that the action waited for last."""
 
     what: Action
     rank: int
@@ -142,7 +142,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Moving:
-    """A transfer, its two calls, and the event that it waited for last."""
+    """A transfer, the calls at its two ends, and the event that it waited for last."""
 
     what: Transfer
     calls: list[_Call] = field(default_factory=list)
@@ -159,7 +159,7 @@ _Cause = _Piece | _Moving | None
 
 
 class _Run:
-    """One pass through a program, event by event in time order."""
+    """One simulation of a program, event by event in time order."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs

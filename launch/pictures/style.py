@@ -1,4 +1,4 @@
-"""Holds the page's CSS, with one column of cards in a light or dark scheme."""
+"""Holds the CSS of every HTML page: a column of cards, light or dark."""
 
 COLOURS = (
     *("#2f6fb0", "#d9822b", "#3f8f4f", "#b0413e", "#7a5ca8"),

@@ -5,7 +5,7 @@
     node 0   pp 0   dp 0 [0 1]   dp 1 [2 3]   dp 2 [4 5]   dp 3 [6 7]
     node 1   pp 1   dp 0 [8 9]   ...
 
-Consecutive ranks read `0-7`, equal steps `0 8 .. 120`. Long lists are shortened in the middle.
+Consecutive ranks are written `0-7`, equally spaced ranks `0 8 .. 120`. Long lists are shortened in the middle.
 """
 
 from collections.abc import Iterator, Sequence

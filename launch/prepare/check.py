@@ -47,7 +47,7 @@ class CorpusCheck:
         Args:
             record: the corpus's record; None: it has none.
             vocab_size: tokenizer's vocabulary size; None: no tokenizer is known.
-            eod_id: id that must be the most frequent last one; None: unknown, or the corpus was prepared without one.
+            eod_id: id that must be the documents' most frequent last token; None: unknown, or the corpus was prepared without one.
         """
         found = []
         if eod_id not in (None, self.ends[0][0]):

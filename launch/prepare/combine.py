@@ -166,7 +166,7 @@ def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
     Equal descriptions mean equal ids for a text.
 
     Args:
-        has_identity: name the tokenizer by its identity hash, which older records lack; False: by the recorded name.
+        has_identity: whether to name the tokenizer by its identity hash, which older records lack, or by its recorded name.
     """
     tokenizer = f"sha256 {record.tokenizer_identity[:16]}" if has_identity else record.tokenizer
     ends = f"id {record.eod_id} ends a document" if record.append_eod else "no token ends a document"

@@ -1,4 +1,4 @@
-"""Run a worker process of `triaxis prepare`, which encodes a unit of text into a part.
+"""Run a worker process of `triaxis prepare`, which encodes text into files of token ids.
 
 unit = pieces of files  -->  documents  -->  batches  -->  document . eod | document . eod | ...   PREFIX.parts/DIGEST
 """
@@ -71,16 +71,16 @@ def start_worker() -> None:
 
 
 def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part:
-    """Encode a unit into the part named `digest`, or find the complete part of an earlier run.
+    """Encode a unit of input into token files, unless an earlier run has completed them.
 
     Args:
         unit: pieces of input files.
         number: index of the unit, and of its row in the progress table.
-        digest: name of the part (`digest_of` in `parts.py`).
+        digest: name of the token files (`digest_of` in `parts.py`).
 
     Raises:
         DataError: bad input, if the job stops at it.
-        OSError: an input file cannot be read, or the part cannot be written.
+        OSError: an input file cannot be read, or a token file cannot be written.
     """
     table = ProgressTable(job.folder / PROGRESS, job.num_units)
     path = job.folder / digest
@@ -105,11 +105,11 @@ def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part
 def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
     """Yield a piece's documents; none if its file has changed since the units were planned.
 
-    Such a change is a finding.
+    A changed file is added to the findings.
 
     Raises:
         DataError: bad input, if the reading stops at it.
-        OSError: the file cannot be read; a missing or forbidden file is a finding instead.
+        OSError: the file cannot be read; a missing or forbidden file is added to the findings instead.
     """
     path = piece.file.path
     reading.done_bytes = lambda: 0

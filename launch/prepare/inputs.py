@@ -24,7 +24,7 @@ NAMES_SHOWN = 5
 
 @dataclass(slots=True)
 class Inputs:
-    """The input files found, each once, and the number of other names left out."""
+    """The input files found, each once, with counts of their other names and of files left out."""
 
     files: tuple[Path, ...] = ()
     patterns: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
 def _is_input(path: Path) -> bool:
     """Whether a file found in a folder is an input.
 
-    An unreadable file with a known ending counts, so that it is reported later.
+    An unreadable file with a known ending counts as an input, so that it is reported later.
     """
     return is_input_of_folder(path) if os.access(path, os.R_OK) else ending_of(path) in READERS
 

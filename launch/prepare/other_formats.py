@@ -60,7 +60,7 @@ class Refused:
     advice: str = ""
 
     def refuse(self, file: InputFile, findings: Findings) -> None:
-        """Add the file to the findings."""
+        """Add the file to the findings, with advice on how to convert it."""
         advice = self.advice or ("" if self.command else TAKE_OUT)
         if self.command:
             result = self.result.format(file=file.path, stem=file.path.with_suffix(""))
@@ -167,7 +167,7 @@ NOT_IN_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
 
 def refused_file(file: InputFile) -> Refused | None:
-    """Detect a file whose content is not what its name says; None if it is.
+    """Detect a file whose content contradicts its name; None for any other file.
 
     Such a file is a pointer (such as Git LFS's), or plain text named .gz or .zst.
 
@@ -187,7 +187,7 @@ def refused_file(file: InputFile) -> Refused | None:
 
 
 def refused_content(content: bytes | None) -> Refused | None:
-    """Recognise a refused format by a file's first bytes; None if there is none.
+    """Recognise a refused format by a file's first bytes; None if no such format is found.
 
     Content whose first HEAD_BYTES are valid text is never refused, because a text may begin with a format's letters.
     """
@@ -214,9 +214,9 @@ def json_form(head: bytes) -> Refused | None:
 
 
 def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
-    """Recognise a refused format in a file that was to be read as text; None if there is none.
+    """Recognise a refused format in content to be read as text; None if no such format is found.
 
-    If the user named the format, the content is accepted as it is.
+    If the user named the file's format, the content is not examined.
     """
     if file.options.format is not None or content is None:
         return None
@@ -261,7 +261,8 @@ def _has_field(value: dict[str, Any] | None, key: str) -> bool:
 def _is_table(lines: Sequence[str], delimiter: str, key: str) -> bool:
     """Whether the lines are a header that contains `key`, and rows with as many fields as the header.
 
-    Prose has blanks beside its commas. So a header with such blanks needs single words as names, and LEAST_ROWS rows must follow.
+    Prose has blanks beside its commas. So if the header has such blanks, each column name must be a single word, and at least
+    LEAST_ROWS rows must follow.
     """
     if not lines or key not in lines[0]:
         return False

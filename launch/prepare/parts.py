@@ -36,7 +36,7 @@ PROGRESS = "progress"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A complete part on disk. `left_out` counts the bad input that is not in it."""
+    """One unit's encoded documents, complete on disk. `left_out` counts the unit's bad input, which was not encoded."""
 
     path: Path
     """Path of the part's files, without their suffix."""
@@ -108,7 +108,7 @@ def _hash(part: Part) -> str:
 
 
 class PartWriter:
-    """A context manager that writes one part. The part counts as complete only after `finish`."""
+    """A context manager that writes the files of one part. The part is complete only after `finish`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path, self._dtype = path, dtype

@@ -82,7 +82,7 @@ class PrepareRequest:
 
     @property
     def parts(self) -> Path:
-        """Parts folder, beside the corpus."""
+        """Folder for unfinished work: the output prefix with the ending `.parts`."""
         return Path(f"{self.output}.parts")
 
     @property
@@ -296,8 +296,9 @@ def _write(
 ) -> CorpusRecord:
     """Encode the parts, join them and move the corpus into place.
 
-    The parts' findings are added to `left_out`, which holds the plan's. While the file INSTALLING exists, the output's files may
-    belong to two corpora. A later start with the same request then replaces them without --force.
+    The parts' bad input is added to `left_out`, which already has the bad input found in planning. While the file
+    INSTALLING exists, the output's files may belong to two corpora. A later start with the same request then replaces them without
+    --force.
 
     Raises:
         DataError: no document has a token.

@@ -1,1 +1,1 @@
-"""Assemble one rank of a training run."""
+"""Connect, build and watch one rank of a training run, and explain its failures."""

@@ -99,7 +99,7 @@ def _shown(value: object) -> str:
 
 
 def _config_facts(config: Config) -> dict[str, Any]:
-    """Return the configuration's fields by dotted name. A corpus is reduced to its weight."""
+    """Return the configuration's fields by dotted name. A corpus is represented by its weight, without its path."""
     tree = tree_without_secrets(config.model_dump(mode="json"))
     for place in (tree["data"], *tree["phases"]):
         for key in ("train", "valid", "data.train"):

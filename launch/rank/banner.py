@@ -83,7 +83,7 @@ def describe(engine: Engine) -> RunDescription:
 def predicted_memory_line(engine: Engine, held_before: int) -> str:
     """Format the predicted memory of the rank that needs most.
 
-    On a GPU the line also has the GPU's memory. On a CPU it has what each process holds without the model.
+    On a GPU the line also has the GPU's memory. On a CPU the line also has each process's memory without the model.
 
     Args:
         held_before: this process's peak memory before the model was built, in bytes (`peak_memory_bytes`).
@@ -115,9 +115,9 @@ def measured_memory(engine: Engine, held_before: int) -> str:
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:
-    """Return the loss of simpler models on the training corpus, in nats per token; {} for random tokens.
+    """Return the loss of uniform, unigram and bigram models on the training corpus; {} for random tokens.
 
-    A blend of corpora is represented by its first.
+    Losses are in nats per token. Only the first corpus in a blend is measured.
     """
     if config.data.synthetic:
         return {}

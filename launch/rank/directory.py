@@ -1,4 +1,4 @@
-"""Let a run's ranks agree on its directory, and on the number and beginning of the attempt."""
+"""Open one run directory on all ranks, and record in it that an attempt begins."""
 
 import os
 
@@ -16,7 +16,7 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
     Args:
         stem: stem of the config's file name, which names an unnamed run.
         from_scratch: whether a run with saved checkpoints should start at step 0 again.
-        is_first_start: whether the command is started for the first time. After a restart, `from_scratch` counts only if no attempt
+        is_first_start: whether the command is started for the first time. After a restart, `from_scratch` is ignored if an attempt
             has begun since it was asked for.
 
     Raises:

@@ -57,7 +57,7 @@ class OrderProgress(Progress):
             self.heartbeat.builds()
 
     def waits(self, path: Path) -> None:
-        """Beat if the building process has finished another piece, so that a hanging build is noticed."""
+        """Send a heartbeat if the process that builds the order has progressed since the last call."""
         if (done := pieces_done(path)) != self._others_done:
             self._others_done = done
             self.hashes(path)
@@ -82,7 +82,7 @@ class FirstOrders:
         self._opened: tuple[Config, Datasets] | None = None
 
     def build(self, config: Config) -> None:
-        """Build missing orders. Errors are ignored, because the ranks report them after they have met."""
+        """Open datasets and build missing sample orders. Errors are ignored; the ranks report them once they meet."""
         try:
             newest = to_go_on_with(
                 config, self._stem, from_scratch=self._from_scratch, is_first_start=self._is_first_start

@@ -44,7 +44,7 @@ def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirector
     has_gpu = topology.device.type == "cuda"
 
     def place(number: int, pid: int) -> str:
-        """Describe a rank's place on this node. GPU indices follow the rank numbers."""
+        """Describe the GPU and process of a rank on this node. Consecutive ranks have consecutive GPUs."""
         apart = number - rank
         return where(topology.device.index + apart if has_gpu and topology.device.index is not None else None, pid)
 

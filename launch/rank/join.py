@@ -42,11 +42,11 @@ class Rank:
 
 
 def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bool = False) -> Config:
-    """Read `[config.yaml, section.key=value ...]` for this rank's world.
+    """Read `[config.yaml, section.key=value ...]`, and check it for the run's number of ranks.
 
     Args:
         argv: config path and overrides.
-        trains: whether the rank's predicted memory must fit; under torchrun, the launcher has checked this.
+        trains: whether to require that the predicted memory fits; under torchrun, the launcher has checked this.
 
     Raises:
         ConfigError: all problems at once, before any process group exists.
@@ -72,12 +72,12 @@ def join_run(
     before: Callable[[Config], None] = lambda config: None,
     measure: Measure = as_ours,
 ) -> Iterator[Rank]:
-    """Read a worker's configuration from its words, and join its run. Raises the errors of `read_config`.
+    """Read a worker's configuration from its arguments, and join its run. Raises the errors of `read_config`.
 
     A rank that torchrun started ends with its launcher. A rank that trains resolves the run's tokenizer (`with_tokenizer`).
 
     Args:
-        words: config path, then the other words.
+        words: the worker's arguments: config path, then overrides.
         trains: see `read_config`.
         choose_phase, measure: see `join`.
         before: function (configuration) that runs before any rank waits for another; it may take long.
@@ -113,7 +113,7 @@ def join(
 
     Args:
         choose_phase: function (config, environment) -> config of the phase to train, equal on every rank; None: `config` itself.
-        measure: function that measures an extension's parts in a phase, before any rank connects.
+        measure: function (config of a phase, sizes) -> measured costs of an extension's parts; called before any rank connects.
     """
     phases = [at_phase(config, phase["name"]) for phase in config.phases] if choose_phase else []
     costs = {}

@@ -30,7 +30,7 @@ class MemorySnapshot:
     dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot
 
     def write(self) -> str:
-        """Write the snapshot, and return a line about it or about the failure."""
+        """Write the snapshot file, and return a message with its path or with the failure."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.dump(str(self.path))

@@ -62,7 +62,7 @@ def explained(
     Args:
         error: the allocator's error.
         place: memory that was requested.
-        config: the run's configuration; an open `parallel.dp` is taken from the topology.
+        config: the run's configuration; `parallel.dp` is replaced by the topology's.
         engine: the rank's engine; None while it is being built.
         snapshot: a line about a snapshot; None: there is none.
     """
@@ -116,7 +116,7 @@ def _wanted(error: BaseException, place: MemoryPlace) -> str:
 
 
 def _held(engine: Engine) -> dict[str, int]:
-    """Count the bytes in tensors that live between steps."""
+    """Count the bytes in tensors that live between steps, by kind: parameters, gradients, optimizer."""
     buffers = engine.buffers.buffers
     return {
         "parameters": sum(tensor.nbytes for buffer in buffers for tensor in buffer.weights),

@@ -1,7 +1,7 @@
-"""Find the phase and loss variant in which a run continues.
+"""Find the phase, and the setting `sequence_counts`, with which a run continues.
 
 Rank 0 reads the newest checkpoint before any group exists, because layouts may differ between phases. A checkpoint saved at a
-phase's end belongs to the next phase. A run keeps its earlier choice of what the experts' sequence loss counts.
+phase's end belongs to the next phase. A run keeps its earlier `sequence_counts`, which says what the experts' sequence loss counts.
 """
 
 import os
@@ -54,7 +54,8 @@ def phase_after(config: Config, candidate: Candidate | None) -> str:
 def config_after(config: Config, candidate: Candidate | None) -> Config:
     """Return the configuration in which a run continues from a checkpoint.
 
-    The experts' sequence loss counts the same as in the checkpoint's run. A note is printed if `config` says otherwise.
+    If the checkpoint's run had `sequence_counts: choices`, this setting is kept and a note is printed. `checkpoint.accept` can
+    prevent that.
     """
     if candidate is None:
         return config

@@ -1,4 +1,4 @@
-"""Assemble a rank's step timing.
+"""Create a rank's step timers, and merge all ranks' timelines at the end.
 
 open      topology, schedule, telemetry.*   ->  StepTimes on every rank, SlowRanks on rank 0
 finish    the rows of all ranks             ->  timeline.json
@@ -31,7 +31,7 @@ HOST_BYTES = 64
 
 
 def open_step_times(config: Config, topology: Topology, marks: TimeMarks, directory: RunDirectory) -> StepTimes:
-    """Create the timer for this rank's steps. It reads `marks`, which follow the topology's waits."""
+    """Create the timer for this rank's steps. The timer reads `marks`, in which the topology's waits are marked."""
     schedule, timeline = schedules.of_step(config, topology.sizes), None
     steps = config.telemetry.timeline
     if steps is not None:
@@ -48,7 +48,7 @@ def open_step_times(config: Config, topology: Topology, marks: TimeMarks, direct
 
 
 def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:
-    """Create the rank comparison on rank 0; None elsewhere, or without `telemetry.time_split`. Every rank calls it."""
+    """Create rank 0's reporter of slow ranks; None elsewhere, or without `telemetry.time_split`. Every rank calls it."""
     topology = engine.topology
     if times is None or not engine.config.telemetry.time_split:
         return None

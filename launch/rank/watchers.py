@@ -61,7 +61,7 @@ class Watchers:
         self.observers.append(watcher.instruction)
 
     def notices(self, telemetry: Telemetry) -> Sequence[StepWatcher]:
-        """Create the watchers that report on the logging rank. Other ranks have none."""
+        """On the logging rank, create the watchers that report a lost directory or a written trace; [] elsewhere."""
         if telemetry.report is None:
             return []
         watch: list[StepWatcher] = [DirectoryWatch(self._directory, telemetry)]
@@ -83,7 +83,7 @@ class TraceNotice(StepWatcher):
     is_reported: bool = False
 
     def enter(self, part: StepPart) -> None:
-        """Report the trace if it was written since the previous part."""
+        """Report the trace if it has been written and is not reported yet."""
         self.close()
 
     def close(self) -> None:

@@ -4,10 +4,11 @@
     attempt 1   resumes after 40, runs steps 41 .. 60       steps 41 .. 60 count as attempt 1's
 
 Within one epoch each token in a corpus should be predicted once. So labels are counted by (corpus, epoch, document). Attempts may
-have different seeds, blends or sequence lengths. A sample predicts all tokens of each of its pieces except the piece's first.
+have different seeds, blends or sequence lengths. A sample consists of stretches of consecutive tokens, and predicts all tokens but
+each stretch's first.
 
-In an epoch that is over, every label must have been read. Labels in skipped samples are exceptions. For each sequence length in
-the run, fewer labels than one sample has may also be unread.
+In an epoch that is over, every label must have been read. Labels in skipped samples are exceptions. Besides these, fewer
+labels than the sum of the run's different sequence lengths may be unread.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -93,7 +94,7 @@ class EpochRead:
 
 @dataclass(frozen=True, slots=True)
 class RunReads:
-    """A whole run's reads.
+    """The samples, repeated tokens and label counts of a whole run.
 
     Attributes:
         num_samples: number of samples that the steps consumed.

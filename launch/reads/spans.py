@@ -1,4 +1,4 @@
-"""Groups the steps in a run's files by last attempt and skipped ranges."""
+"""Groups a run's recorded steps by the last attempt and by the skipped samples."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -53,9 +53,9 @@ def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
 
 
 def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: Sequence[Event]) -> SkippedRanges:
-    """Find the skipped ranges of a step that an attempt ran.
+    """Find the sample ranges that were skipped when an attempt ran a step.
 
-    The attempt's last rollback to an earlier step decides. If there was none, the attempt still has its first ranges.
+    The ranges come from the attempt's last rollback to an earlier step, or else from the attempt's beginning.
     """
     began_with = begun[attempt].details.get("skipped") if attempt in begun else None
     # Attempts made by older versions do not record their first ranges; the last rollback in an earlier attempt has them.

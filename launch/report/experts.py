@@ -1,7 +1,7 @@
 """Draws the load on experts as heat maps.
 
-A cell's shade shows an expert's tokens divided by the mean over the experts in its layer. The full first colour means a ratio of 0,
-and no colour a ratio of 1. The full second colour means at least the ratio `full` of `heat_map`.
+A cell's shade shows the load ratio: an expert's tokens divided by the mean over its layer's experts. The first colour's strongest
+shade means ratio 0, and no colour ratio 1. The second colour's strongest shade means ratio `full` of `heat_map` or more.
 """
 
 import math
@@ -142,7 +142,7 @@ def heat_map(
         axis: name of the column axis.
         places: (column, text) for each mark below the map.
         title: function (row, column) -> text shown under the pointer.
-        full: ratio that gets the full second colour.
+        full: load ratio from which cells have the second colour's strongest shade.
         stretched: whether the columns fill the width, however few they are.
     """
     columns = len(cells[0])

@@ -64,7 +64,7 @@ def _has(record: Mapping[str, object], *keys: str) -> bool:
 
 
 def starts(run: RunRecord) -> list[tuple[float, str]]:
-    """List (first step, text) for each attempt after the first that recorded a step."""
+    """List (first step, text) for each attempt that recorded a step, except the run's first attempt."""
     return [
         (float(attempt.first_step), f"{attempt_name(attempt.number)} begins with step {attempt.first_step:,}")
         for attempt in run.attempts[1:]
@@ -148,9 +148,9 @@ def group_norms(run: RunRecord) -> str:
 
 
 def fp8_losses(run: RunRecord) -> str:
-    """Render each operand's largest share of numbers that FP8 rounds to zero, over the linear layers.
+    """Render, for each GEMM operand, the share of values that FP8 rounds to zero in the worst linear layer.
 
-    "" if no step counted such numbers.
+    "" if no step counted such values.
     """
     measured = [each for each in run.steps if isinstance(each.get("fp8"), Mapping)]
     if not measured:
@@ -165,7 +165,7 @@ def fp8_losses(run: RunRecord) -> str:
 
 
 def _worst_underflow(lost: Mapping[str, object], operand: str) -> float:
-    """Find the largest share of an operand's numbers that became zero in a layer. NaN if there is none."""
+    """Find the share of an operand's values that FP8 rounds to zero in the worst layer. NaN if none is recorded."""
     operands = [each[operand] for each in lost.values() if isinstance(each, Mapping) and operand in each]
     shares = [number(each, "underflow") for each in operands if isinstance(each, Mapping)]
     return max(shares, default=math.nan)
@@ -205,7 +205,7 @@ def throughput(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Render the parts of a step's time. They are over all ranks if measured, else for the logging rank's host."""
+    """Render the parts of a step's time: means over all ranks if measured, else times of the logging rank's host."""
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if split:
         names = [part for part in PARTS if any(number(each, "time_split", f"{part}_seconds") > 0 for each in split)]
@@ -243,7 +243,7 @@ def times(run: RunRecord) -> str:
 
 
 def _context_parallelism(run: RunRecord) -> str:
-    """Describe the hidden time of context-parallel calls, and the imbalance in attention work. "" if no step records either."""
+    """Describe how much time of context-parallel calls is hidden, and the attention imbalance. "" if no step records either."""
     said = ""
     known = [each for each in run.steps if _has(each, "time_split", "hidden_cp_seconds")]
     if known:
@@ -293,7 +293,7 @@ def _columns(
 
 
 def sizes_of(run: RunRecord) -> ParallelSizes | None:
-    """Determine the run's parallel sizes; None if they are unknown. An open dp follows from the recorded number of ranks."""
+    """Determine the run's parallel sizes; None if they are unknown. An unset dp follows from the recorded number of ranks."""
     if run.config is None:
         return None
     world_size = run.layout.get("world_size")

@@ -104,8 +104,8 @@ def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[P
 def _measured(run: RunRecord) -> dict[Part, float] | None:
     """Compute each part's mean seconds per step in the last attempt with time splits.
 
-    None if no attempt has any. The attempt's first time split includes start-up and compilation. It counts only if there is no
-    other.
+    None if no attempt has any. The attempt's first time split includes start-up and compilation. This split is used only if
+    there is no other.
     """
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if not split:

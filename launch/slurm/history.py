@@ -1,8 +1,8 @@
 """Records a job's attempts, and decides which nodes to exclude and when to give up.
 
-`runs/<name>/slurm.json` has the attempts. A node that failed twice is excluded from the next attempt. Attempts that end without a
-newer checkpoint are no progress. After three of them in a row the job is not started again. An attempt without a recorded end was
-ended from outside (a dead node, a preemption). It blames no node and does not count.
+`runs/<name>/slurm.json` has the attempts. A node that failed twice is excluded from the next attempt. An attempt that ends
+without a newer checkpoint made no progress. After three such attempts in a row the job is not started again. An attempt without a
+recorded end was ended from outside (a dead node, a preemption). It blames no node and is not one of the three.
 """
 
 import json

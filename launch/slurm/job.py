@@ -171,7 +171,7 @@ class SrunStep:
 
 
 def judge(code: int, report: StepReport, received: signal.Signals | None) -> Outcome:
-    """Classify how an attempt ended. One rank decides with an exit code that all ranks end with together."""
+    """Classify how an attempt ended. An exit code on which all ranks agree decides if one rank reports it."""
     if report.has_code(ExitCode.REQUEUE):
         return Outcome.PREEMPTED
     if report.has_code(ExitCode.NEXT_PHASE):
@@ -307,7 +307,7 @@ def is_out_of_time(fields: Mapping[str, str]) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one allocation of `[script, config.yaml, section.key=value ..., --from-scratch, --dry-run]`; return its exit code."""
+    """Run one allocation, given `[script, config.yaml, section.key=value ..., --from-scratch, --dry-run]`; return its exit code."""
     return exit_code(_start, argv)
 
 

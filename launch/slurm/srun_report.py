@@ -23,7 +23,7 @@ _NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)", re.IGNORECASE)
 
 @dataclass
 class StepReport:
-    """The tasks of one step, as far as srun has reported them.
+    """The tasks of one SLURM job step, as far as srun has reported them.
 
     Attributes:
         nodes: node names in task order.

@@ -264,9 +264,9 @@ def _is_offered(checkout: Checkout, requirement: str) -> bool:
 def torch_requirement(
     driver: Driver, tested: str, variables: Mapping[str, str], is_offered: Callable[[str], bool]
 ) -> str:
-    """Choose a CUDA build of torch on a machine with a GPU, else a CPU build.
+    """Return pip's requirement for torch: a CUDA build with a GPU, else a CPU build.
 
-    A CPU build is chosen only if an index offers one.
+    A CPU build is chosen only if a package index offers one.
 
     Args:
         driver, tested, variables: see `torch_for`.

@@ -71,7 +71,7 @@ class PathArgument:
     Attributes:
         name: name of the word in usages, and of the parsed attribute that holds the path.
         exists: function (path) -> whether it is an existing file or folder of this kind.
-        endings: unambiguous file endings; a missing file with such an ending is reported when it is opened.
+        endings: a word with such an ending is a path even if the file is missing; opening it reports that.
         example: example for the error message if none is given.
     """
 
@@ -171,9 +171,9 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _bad_paths(self, parsed: argparse.Namespace) -> Iterator[str]:
-        """Yield a problem for each path that cannot exist on this machine, since it is an address or too long.
+        """Yield a problem for each path that is a remote address or too long.
 
-        Yield one too for each `--output` that names a device, and for each `--output FILE` whose folder does not exist.
+        Also yield a problem for each `--output` that names a device, and for each `--output FILE` whose folder does not exist.
         Permissions are not checked.
         """
         for action in self._actions:
@@ -232,7 +232,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_world_size(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add `--world-size N`, alias `--gpus N`, the number of ranks if `parallel.dp` is open."""
+    """Add `--world-size N`, alias `--gpus N`, the number of ranks if `parallel.dp` is null."""
     parser.add_argument("--world-size", "--gpus", type=int, metavar="N", help=meaning)
 
 
@@ -331,7 +331,7 @@ def add_ignore(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
 
 
 def typed(args: argparse.Namespace, *names: str) -> list[str]:
-    """List the given options that were typed, spelled as on the command line.
+    """List which of the options `names` were typed, spelled as on the command line.
 
     Args:
         args: parsed arguments; an option that was not typed is None, False or an empty list.
@@ -478,12 +478,12 @@ class _Help(argparse.HelpFormatter):
 
 
 def _is_kept(line: str) -> bool:
-    """Whether a help line stands by itself, as examples, headings, columns and empty lines do."""
+    """Whether a help line is not joined with its neighbours: an example, a heading, a column row or an empty line."""
     return not line or line.startswith(" ") or line.endswith(":") or "  " in line
 
 
 def folded(line: str, width: int) -> list[str]:
-    """Split an example that is too wide into lines that a shell still reads as one."""
+    """Split an example command wider than `width` into lines that a shell reads as one command."""
     if len(line) <= width or not line.startswith("  "):
         return [line]
     words = re.findall(r"(?:'[^']*'|\S)+", line)

@@ -89,7 +89,7 @@ def answers(
 def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer:
     """Replace other engines' options with Triaxis overrides.
 
-    An option that no engine has is reported only along with others.
+    An option that no engine has becomes a problem only if another engine's option occurs too.
     """
     answer, strangers = _Answer(), list[str]()
     words = list(arguments)
@@ -126,7 +126,7 @@ def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer
 
 
 def _takes(key: str, word: str) -> bool:
-    """Whether the word after an option is its value."""
+    """Whether `word`, typed after another engine's option for the field `key`, is the option's value."""
     if as_overrides(key, "true"):
         return word.lower() in ("true", "false")
     return not word.startswith("--")
@@ -161,13 +161,13 @@ def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path |
 
 
 def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Find further overrides without which the new ones would make the config illegal.
+    """Find further overrides that make the config legal after the new `overrides`.
 
     Returns:
-        The further overrides and a list of reasons, one each.
+        (further overrides, reason for each of them).
 
     Raises:
-        ConfigError: no value of another field makes the config legal.
+        ConfigError: no such override makes the config legal.
     """
     if path is None:
         return [], []
@@ -199,7 +199,7 @@ def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) ->
 
 
 def _start(prog: str, words: Sequence[str]) -> str:
-    """Format the shell line that starts `prog` with these words, or the launch script if that was typed."""
+    """Format the shell line that runs `prog` with these words, through the launch script if the user typed that."""
     script, command = os.environ.get(SCRIPT), prog.split()[1:]
     return (
         shlex.join(["bash", script, *words])
@@ -209,7 +209,7 @@ def _start(prog: str, words: Sequence[str]) -> str:
 
 
 def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[str]) -> list[str]:
-    """Format the commands that convert a Megatron-LM command line and use the config."""
+    """Format two shell commands: one converts a Megatron-LM command line to a config, the other runs `prog` with it."""
     names = set(Config.dotted_names())
     ours = [
         word for word in arguments if word.partition("=")[0] in names or (word.startswith("--") and word not in unknown)

@@ -31,6 +31,6 @@ def read_devices(variables: Mapping[str, str]) -> Devices | None:
 
 
 def memory_rules(variables: Mapping[str, str]) -> list[Rule]:
-    """Return the rules that a run's predicted memory must fit this node, and its GPUs if their memory is known."""
+    """Return rules that refuse more predicted memory than this node has, or than its GPUs have if that is known."""
     devices = read_devices(variables)
     return [host_rule(host_memory_bytes()), *([] if devices is None else [memory_rule(devices)])]

@@ -4,7 +4,7 @@
     host0 slots=8            ssh host1  ->  bash: NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
     host1 slots=8
 
-A host's bash reads its script from standard input, because a command line would show the keys in the environment. After the script,
+A host's bash reads its script from standard input, because a command line would show the environment's secrets. After the script,
 the same stream carries signal names. The stream ends when this process or the connection is gone. The remote launcher then gets
 SIGTERM, and its ranks save.
 """
@@ -260,8 +260,8 @@ class SshLaunch:
     def _wait(self) -> tuple[list[int], int]:
         """Wait for all launchers, and end the others `OTHERS_END_SECONDS` after one fails.
 
-        A rank that waits in NCCL for a dead peer on another host does not end by itself. After a lost connection, all ranks save
-        first.
+        A rank that waits in NCCL for a dead peer on another host does not end by itself. A lost ssh connection is not a
+        failure here, because all ranks then save and end.
 
         Returns:
             Exit codes by host, and the first failure among them (0: none).

@@ -3,7 +3,7 @@
 PYTHONSAFEPATH excludes the current folder, where a `torch.py` would hide the real module.
 
 The checkout's root goes on PYTHONPATH as the last entry, so that a user's own package `models` or `engine` comes before ours. But
-the root precedes any entry with another `triaxis`, so that all ranks run the one that was started.
+the root precedes any entry with another `triaxis`, so that all ranks run the copy that was started.
 """
 
 import os
@@ -19,7 +19,7 @@ def import_variables(variables: Mapping[str, str], root: Path = IMPORT_ROOT) -> 
 
     Args:
         variables: environment that the process would otherwise have.
-        root: checkout root; not added if it is site-packages, which every path has already.
+        root: checkout root; not added if it is site-packages, which Python searches anyway.
     """
     safe = {"PYTHONSAFEPATH": "1"}
     if str(root) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -114,7 +114,7 @@ class Request:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A run whose config and world fit together."""
+    """A run to start: its config and its world (ranks, nodes, device), checked together."""
 
     config: Config
     config_path: Path
@@ -316,7 +316,7 @@ def _near(path: Path) -> str:
 
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
-    """Prepare the config's missing corpora from Python's own sources. Return 0, or the exit code of a failure."""
+    """Prepare missing corpora from the Python standard library's source files. Return 0, or a failure's exit code."""
     for prefix in (source.path for source in config.data.train):
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")

@@ -26,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def is_rank(variables: Mapping[str, str]) -> bool:
     """Whether `srun` started this process as one of several tasks, with no other launcher in between.
 
-    A batch script has SLURM_PROCID and SLURM_NTASKS too. Only a step's tasks have SLURM_STEP_NUM_TASKS.
+    A batch script has SLURM_PROCID and SLURM_NTASKS too. Only tasks that `srun` starts have SLURM_STEP_NUM_TASKS.
 
     Raises:
         TopologyError: a variable that must be a number is not one.

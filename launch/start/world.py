@@ -95,9 +95,9 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
 
 
 def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
-    """Find the largest dp up to `most` that divides the microbatches; 1 if there is none.
+    """Find the largest dp up to `most` that divides a step's microbatches; 1 if there is none.
 
-    Its ranks must also divide evenly over the nodes.
+    The dp x `model_ranks` ranks must also divide evenly over the nodes.
     """
     num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
     for dp in range(most, 1, -1):

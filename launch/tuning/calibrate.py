@@ -241,9 +241,9 @@ def _source(device: torch.device) -> str:
 
 
 def _gemms(device: torch.device, short: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Yield a row for each shape of a linear layer.
+    """Measure linear layers, and yield a row of the device file for each shape.
 
-    A row's rate is the mean over the forward and the two gradient products.
+    A row's rate is the mean over three products: the forward, the input's gradient and the weight's gradient.
     """
     tokens, widths = (GPU_TOKENS, GPU_WIDTHS) if device.type == "cuda" else (TOKENS, WIDTHS)
     for m in tokens:
@@ -311,9 +311,9 @@ def _stream_gb_per_s(device: torch.device) -> float:
 
 
 def _host_gb_per_s(device: torch.device) -> float:
-    """Measure copies between the device and pinned host memory, in 10^9 bytes per second and direction.
+    """Measure copies between the device and pinned host memory, in 10^9 bytes per second per direction.
 
-    On a GPU both directions run at once; on a CPU a copy fills the only lane.
+    On a GPU, both directions run at once. On a CPU, one direction runs after the other.
     """
     is_cuda = device.type == "cuda"
     places = [torch.zeros(STREAM_BYTES // 4, device=device) for _ in range(2)]

@@ -65,8 +65,8 @@ def choose_layout(config: Config, machine: Machine, kept: Collection[str] = ()) 
     """Choose the layout for a run on all ranks of a machine.
 
     Args:
-        config: the run; the sizes in `parallel`, and `recompute`, are replaced. Each pipeline's microbatches per step are rounded
-            to four binary digits, and are at least pp. Microbatches may grow.
+        config: the run; the sizes in `parallel`, and `recompute`, are replaced. Each pipeline's number of microbatches per
+            step is rounded to four significant bits, and is at least pp. The microbatch size may be doubled.
         machine: the ranks and their memory.
         kept: batch sizes in `train` that stay as they are: `global_batch_size`, `micro_batch_size`.
 
@@ -92,8 +92,8 @@ def stage_without_recomputation(chosen: ChosenLayout, machine: Machine) -> tuple
     """Find the lowest ZeRO stage above 1 in which data parallelism alone fits without recomputation.
 
     Returns:
-        The stage and the fullest rank's memory. None: there is none, or the chosen layout already is of this kind. Also None for a
-        model with experts: all of them would be gathered, for tokens that use few.
+        The stage and the fullest rank's memory. None: no stage fits, or the chosen layout already has no tp, pp or recomputation.
+        Also None for a model with experts, because ZeRO would gather all experts though a token uses few.
     """
     sizes, config = chosen.sizes, chosen.config
     if config.model.has_experts or (sizes.tp * sizes.pp == 1 and not chosen.recompute.is_any):
@@ -173,14 +173,14 @@ def _with_layout(
 
 
 def four_digits(number: float) -> int:
-    """Round to four binary digits, so that large numbers divide by powers of two."""
+    """Round to an integer with four significant bits, so that large results divide by powers of two."""
     unit = 2 ** max(0, int(number).bit_length() - 4)
     return round(number / unit) * unit
 
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """A legal layout, and the least memory that its fullest rank needs. The layout recomputes as much as is legal."""
+    """A legal layout, and the memory `held` by its fullest rank with as much recomputation as is legal."""
 
     trial: Config
     sizes: ParallelSizes
@@ -216,7 +216,8 @@ def _fit(least: _Least, machine: Machine, usable_bytes: int) -> ChosenLayout | N
 def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenLayout:
     """Double the microbatch size as often as the layout still fits with the same recomputation.
 
-    Doubling stops at `TOKENS_OF_A_MICROBATCH`, if the idle time would exceed `MOST_BUBBLE`, or if the batch does not divide.
+    Doubling stops at `TOKENS_OF_A_MICROBATCH`, at an idle share above `MOST_BUBBLE`, or if a dp rank's batch would not be whole
+    microbatches.
     """
     train, sizes = chosen.config.train, chosen.sizes
     size = train.micro_batch_size * 2
@@ -236,7 +237,7 @@ def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenL
 def _nothing_fits(
     config: Config, machine: Machine, kept: Collection[str], least: _Least, usable_bytes: int
 ) -> ConfigError:
-    """Build the error that names the layout with the least memory and how much it lacks."""
+    """Build the error that names the layout needing least memory, and how much its fullest rank lacks."""
     held = least.held
     state = held.parameters + held.gradients + held.optimizer
     ways = ["a machine with more memory", "GPUs (--gpus 8x80GB)"]

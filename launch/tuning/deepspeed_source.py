@@ -1,4 +1,4 @@
-"""Find a DeepSpeed configuration among the sources of `triaxis new`, and read it beside the model's source."""
+"""Find a DeepSpeed configuration among the sources of `triaxis new`, and read it apart from the model's source."""
 
 import argparse
 import os
@@ -16,10 +16,10 @@ DeepSpeedSource = tuple[str, dict[str, Any]]
 
 
 def take_deepspeed(args: argparse.Namespace) -> DeepSpeedSource | None:
-    """Find DeepSpeed's configuration among `args.sources`; `args.source` becomes the model's source, or None for --size.
+    """Find DeepSpeed's configuration in `args.sources`. Set `args.source` to the model's source, or to None for --size.
 
     Raises:
-        ConfigError: the sources do not describe one model, or a file is no JSON.
+        ConfigError: the sources do not describe one model, or a file is not JSON.
     """
     read = [(source, _deepspeed_keys(source)) for source in args.sources]
     found = [(source, keys) for source, keys in read if keys is not None]
@@ -53,10 +53,12 @@ def _deepspeed_keys(source: str) -> dict[str, Any] | None:
 def of_deepspeed(
     args: argparse.Namespace, deepspeed: DeepSpeedSource, num_ranks: int, *, is_ignoring: bool
 ) -> tuple[DeepSpeedRun, argparse.Namespace]:
-    """Read DeepSpeed's configuration. Also return the arguments for the model's source, without the keys ignored here.
+    """Read DeepSpeed's configuration. Also return arguments for the model's source.
+
+    Their `--ignore` keys are those that DeepSpeed's configuration lacks.
 
     Args:
-        is_ignoring: whether the model's source reads `--ignore` too.
+        is_ignoring: whether the model's source reads `--ignore` too. If not, none remain.
     """
     path, keys = deepspeed
     own = {name.partition(".")[0] for name, _ in entries(keys)}

@@ -79,7 +79,7 @@ class LayoutResult:
         model_tflops: model TFLOP/s per rank, recomputation not counted, in the median step.
         mfu: model FLOPs utilization, 0 to 1; None if no peak is known.
         memory: memory of the rank that held most.
-        time: shares of a step by part, over all ranks, in the run's last time split; the shares add up to 1.
+        time: share of the step time by part (`PARTS`), over all ranks, in the run's last time split; they add up to 1.
         loss: last step's loss, nats per token.
     """
 
@@ -161,7 +161,7 @@ def write_config(
 def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Failed:
     """Train the config that `write_config` wrote, on the ranks that training would use.
 
-    The result is a `Failed` if the run exits with a code other than 0, or does not start for another reason than `TooFewGpusError`.
+    The result is a `Failed` if the run's exit code is not 0, or if any error except `TooFewGpusError` prevents its start.
 
     Args:
         config_path: path that `write_config` returned.

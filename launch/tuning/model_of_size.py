@@ -59,8 +59,8 @@ def model_of_size(size: int, vocab_size: int, seq_length: int) -> dict[str, Any]
 def _shapes(size: int, vocab_size: int, seq_length: int) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
     """Yield (parameters, layers, hidden size, other fields) for each hidden size.
 
-    The number of layers, at least LEAST_LAYERS, is the one that comes nearest to `size` parameters. The first hidden size at which
-    one layer makes more than 2 x `size` parameters is the last.
+    The number of layers is at least LEAST_LAYERS, and brings the model nearest to `size` parameters. The last hidden size is the
+    first at which a model of one layer has more than 2 x `size` parameters.
     """
     for width, heads in _widths(size):
         fields: dict[str, Any] = {

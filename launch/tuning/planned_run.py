@@ -151,9 +151,9 @@ def plan_run(
 
 
 def _with_length(config: Config, machine: Machine, num_steps: int | None, has_warmup: bool) -> Config:
-    """Replace the run's number of tokens by a number of steps; None takes those of its tokens.
+    """Replace `train.tokens` by `num_steps`; None: by the steps that those tokens need.
 
-    Saves and validations are set to match, and the warm-up unless the run `has_warmup`.
+    The intervals of saves and validations are set to match. So is the warm-up, unless the run `has_warmup` of its own.
 
     Raises:
         ConfigError: the configuration breaks a rule, or a rank would exceed the machine's memory.
@@ -214,7 +214,7 @@ def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
     """Return the sections that corpus, tokens and machine decide.
 
     Returns:
-        Each section's (fields with comments, then the remarks above the fields).
+        By section: a tuple of the fields with their comments, followed by the comment lines above the fields.
     """
     sizes = "tp x pp x ep" if run.config.model.has_experts else "tp x pp"
     has_kernels = bool(_dispatch(run)) and "kernels" not in run.own_fields

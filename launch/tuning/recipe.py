@@ -56,7 +56,7 @@ class TrainingRecipe:
 
     Attributes:
         row: row of GPT3 with the batch and the learning rate.
-        is_as_large: whether the row's model has at least as many parameters; False: the row is the table's largest.
+        is_as_large: whether the row's model has at least as many parameters as the run's; False: the row is the table's largest.
         samples_per_step: target for the global batch, which a layout may round.
         lr, min_lr: peak learning rate, and learning rate at the last step.
     """
@@ -83,7 +83,7 @@ def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> TrainingRec
 
 
 def last_rate(lr: float) -> float:
-    """Return the last step's learning rate for a peak, rounded: 6e-4 / 10 is not exact in binary."""
+    """Return the last step's learning rate, a tenth of the peak `lr`, rounded to three significant digits."""
     return float(f"{lr / LAST_SHARE:.3g}")
 
 

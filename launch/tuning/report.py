@@ -49,7 +49,7 @@ class MachineRecord:
 
     @property
     def rank(self) -> str:
-        """Return what the report calls a rank, a GPU or a rank on CPUs."""
+        """Return the report's word for a rank: "GPU", or "rank" if ranks run on CPUs."""
         return "GPU" if self.is_gpu else "rank"
 
 
@@ -108,7 +108,7 @@ class Tried:
     outcomes: Sequence[LayoutResult | Failed]
 
     def peak(self, config: Config) -> PeakRate | None:
-        """Return the peak rate to which MFU relates a run's rate. None: the rate is unknown for this device and dtype."""
+        """Return the peak FLOP rate that MFU divides by. None: the peak is unknown for this device and dtype."""
         if config.telemetry.peak_tflops is not None:
             return PeakRate(config.telemetry.peak_tflops, "telemetry.peak_tflops")
         if not self.machine.is_gpu:

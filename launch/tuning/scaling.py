@@ -98,7 +98,7 @@ def _largest(row: Scaling) -> Iterator[tuple[str, float]]:
 def draw_scaling(rows: Sequence[Scaling], title: str, path: Path) -> None:
     """Write a picture with a bar per number of ranks, stacked from efficiency and losses.
 
-    The speed-up is printed above the bar. Gains are not drawn.
+    The speed-up is printed above the bar. Negative losses are not drawn.
 
     Raises:
         TriaxisError: `path` does not end in .svg, or cannot be written.

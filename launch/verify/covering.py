@@ -1,7 +1,7 @@
-"""Choose few configurations in which every two features occur together at least once.
+"""Choose few configurations in which each legal pair of feature values occurs at least once.
 
-The rows form a greedy covering array of pairs, in which each legal pair of choices occurs. Composition bugs depend on two features
-far more often than on three.
+A row is one configuration, with one choice for each feature. The rows are chosen greedily. Together they are a covering array of
+pairs. Bugs depend on two features far more often than on three.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence

@@ -114,7 +114,8 @@ def matrix(
     """Build a matrix's trials, each with its row of features.
 
     Args:
-        path, overrides: config whose layout is varied, for a shrunk model. If `path` is None, all `FAMILIES` are used, unshrunk.
+        path, overrides: config to verify; its layout is varied and its model shrunk. If `path` is None, the models in `FAMILIES`
+            are verified, unshrunk.
         most_ranks: largest number of ranks in a layout.
 
     Raises:
@@ -195,7 +196,7 @@ def matrix(
 
 
 def _overrides(row: Row) -> list[str]:
-    """Write a row as overrides. The step has 2 x pp + 1 microbatches if vpp is 1, else 2 x pp."""
+    """Convert a matrix row to config overrides. A step has 2 x pp + 1 microbatches if vpp is 1, else 2 x pp."""
     micro, dp, pp = (int(str(row[name])) for name in ("micro batch", "dp", "pp"))
     num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
     way = WAYS_OF_EXPERTS[str(row["experts"])]

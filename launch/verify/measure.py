@@ -36,7 +36,7 @@ NOISE_STD = 0.1
 
 
 class Notebook(Protocol):
-    """A receiver for every tensor in every step."""
+    """An object that receives every tensor in every step, to write or to compare it."""
 
     def tensor(self, step: int, kind: TensorKind, part: "HeldElements") -> None: ...
     def step_done(self, step: int) -> None: ...
@@ -128,8 +128,8 @@ def run_steps(
         may_diverge: continue after a loss or gradient that is not finite.
 
     Raises:
-        DivergenceError: on every rank, if a number is not finite and `may_diverge` is False, if fp16 overflows, or if experts have
-            no room for rows.
+        DivergenceError: on every rank, if a number is not finite and `may_diverge` is False, if fp16 overflows, or if more rows
+            arrive at experts than `model.moe.row_headroom` allows.
     """
     _write_parameters(engine, 0, "start", notebook)
     facts = []

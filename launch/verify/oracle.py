@@ -2,8 +2,8 @@
 
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 
-The other library's model, the oracle, is trained in its own process. All train on the small corpus in
-`launch/verify/oracles/corpus.py`. Our one process is compared first. If it differs from the oracle, no layout is to blame.
+The other library's model, the oracle, is trained in its own process. All runs train on the small corpus of
+`launch/verify/oracles/corpus.py`. Our engine in one process is compared first. If it differs, no layout is to blame.
 """
 
 import json
@@ -80,7 +80,7 @@ class OracleTrial:
     Attributes:
         oracle: one of `ORACLES`, or a function as SOURCE:NAME.
         version: version of the oracle's package. For a function: the first digits of its source digest.
-        trials: our one process, then the layouts. All have the same model, batch and optimizer.
+        trials: our engine in one process, then in each layout. All have the same model, batch and optimizer.
     """
 
     oracle: str
@@ -158,7 +158,7 @@ def _words(parallel: Mapping[str, object]) -> list[str]:
 
 
 def _layouts(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield `LAYOUTS` for this model, as configuration trees."""
+    """Yield the config as a nested dict, once with each layout in `LAYOUTS`."""
     tree = config.model_dump(mode="json")
     for sizes in LAYOUTS:
         experts = {"ep": _ways(config.model) if sizes.get("dp", 1) > 1 else 1}
@@ -167,7 +167,7 @@ def _layouts(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _ways(model: ModelConfig) -> int:
-    """Return ep for layouts with dp, 2 for an even number of experts, else 1."""
+    """Return the ep of layouts with dp > 1: 2 if the number of experts is even, else 1."""
     return 1 if model.moe is None or model.moe.num_experts % 2 else 2
 
 
@@ -287,7 +287,7 @@ def _documents_of_megatron(config: Config) -> Iterator[str]:
 def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
     """Run the oracle, then each trial, and yield (trial, verdict against the oracle).
 
-    If our one process differs from the oracle, no layout is run.
+    If our engine in one process differs from the oracle, no layout is run.
 
     Raises:
         VerificationError: a run failed.
@@ -354,8 +354,8 @@ def run_oracle(oracle: str, config: Config, folder: Path) -> int:
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
     """Describe why a trial differs from an oracle.
 
-    The judge's own cause is returned if a layout differs, but not first in samples, outputs or loss. None: the trial does not
-    differ.
+    The verdict's own cause is returned if a layout's first difference is not in samples, outputs or loss. None: the trial does
+    not differ.
     """
     if verdict.equal:
         return None

@@ -26,7 +26,7 @@ MOST_PIECES = 3
 
 
 def relations(config: Config) -> dict[str, object]:
-    """Evaluate every relation, by name. An open `parallel.dp` counts as 1."""
+    """Evaluate every relation, by name. A null `parallel.dp` counts as 1."""
     return {name: value(config) for name, value in RELATIONS.items()}
 
 
@@ -84,9 +84,9 @@ def num_microbatches(config: Config) -> int:
 
 
 def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
-    """Count the blocks that a context-parallel rank holds of one row.
+    """Count the blocks that a context-parallel rank holds of one sample.
 
-    The result is 1 if keys are not gathered.
+    The result is 1 unless context parallelism gathers keys (method all_gather).
 
     Args:
         config: the run's configuration.
@@ -102,7 +102,7 @@ def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
 def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
     """Whether keys and values are gathered in several pieces, and whether the pieces differ in size.
 
-    None: keys are not gathered, or attention has latents.
+    None: keys are not gathered, or the model has latent attention (MLA).
     """
     if not gathers_keys(config) or config.model.mla is not None:
         return None
@@ -146,7 +146,7 @@ def _layers_of_stages(config: Config) -> list[tuple[object, ...]]:
 
 
 def _kinds_of_layers(config: Config) -> list[tuple[object, ...]]:
-    """List (has a window shorter than the samples, sinks, experts, rotation, its scaling) for each kind of layer."""
+    """List each layer kind's (has window shorter than samples, has sinks, has experts, kind of RoPE, RoPE scaling)."""
     length = config.model.seq_length
     return [
         (

@@ -2,7 +2,7 @@
 
     reference.routing.safetensors
         `step|layer|sample`            sorted experts of each token, int32 [s, k]
-        `step|counted layer|sample`    experts that the sequence loss counts, if these are others
+        `step|counted layer|sample`    experts that the sequence-level balance loss counts, if not the chosen ones
     digest of a layer                  sum over tokens of hash(sample, position, layer, experts), modulo 2^64
 
 Each token is routed on one rank. So the ranks' digests add up to the reference's digest.
@@ -75,7 +75,7 @@ class Routings:
         ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
             """Yield (sample, positions, experts, the reference's experts) per sample.
 
-            The reference also records its own choices here.
+            The reference's run also records its experts, in a record with `of` before the layer's number.
             """
             num_samples = shape[1]
             positions = moe.positions(keys, shape, scores).view(-1, num_samples).cpu()
@@ -130,7 +130,7 @@ class Routings:
 
 
 def routing_digest(layer: int, sample: int, positions: torch.Tensor, experts: torch.Tensor) -> int:
-    """Sum the hashes of a sample's tokens. `positions` is int64 [n]. `experts` is int64 [n, k], in any order."""
+    """Sum hash(sample, position, layer, experts) over tokens. `positions` is int64 [n]; `experts`, int64 [n, k]."""
     words = mix_words_(positions * GOLDEN + key64(f"{layer}/{sample}"))
     for chosen in experts.sort().values.unbind(1):
         words = mix_words_((words ^ (chosen + 1)) * GOLDEN)

@@ -55,7 +55,7 @@ Relation = tuple[object, ...]
 def shrink(config: Config) -> dict[str, dict[str, Any]]:
     """Compute the changes to a configuration, as sections with new values.
 
-    All parallel sizes, the schedule and every relation in `launch/verify/relations.py` are kept. An open `parallel.dp` counts as 1.
+    All parallel sizes, the schedule and every relation in `launch/verify/relations.py` are kept. A null `parallel.dp` counts as 1.
     """
     kept, per_group, num_offloaded = _layers(config)
     layers = [layer for stage in kept for layer in stage]
@@ -110,9 +110,9 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _block(config: Config) -> int | None:
-    """Return how many numbers share an FP8 scale.
+    """Return how many numbers a block with one FP8 scale has.
 
-    Every size must be a multiple of this number. None: no scales are shared, and sizes are free.
+    Every size must be a multiple of this number. None: scales do not belong to blocks, and any size is legal.
     """
     return None if config.precision.fp8 is None else BLOCKS.get(config.precision.fp8.recipe)
 
@@ -170,7 +170,7 @@ def _latents(model: ModelConfig) -> dict[str, Any] | None:
 def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
     """Choose how many key/value heads a rank has.
 
-    The result is one or two, times cp if cp exchanges heads. Pieces that differ in size need more heads.
+    The result is one or two, times cp if cp exchanges heads. It is larger if keys are gathered in pieces of different sizes.
     """
     pieces = heads_of_pieces(kv_heads)
     if gathers_keys(config) and pieces[0] != pieces[-1]:
@@ -242,9 +242,9 @@ def _layers(config: Config) -> tuple[list[list[int]], int, int]:
 def _even_sizes(
     wanted: Sequence[Relation], related: Callable[[int], Relation], candidates: Sequence[int]
 ) -> list[int] | None:
-    """Find the smallest stage sizes, consecutive integers, that have the wanted relations.
+    """Find the smallest consecutive integers that, as stage sizes, have the wanted relations.
 
-    None: no such sizes exist among the candidates.
+    `related` gives a size's relation. None: no candidate for the smallest size works.
     """
     for least in candidates:
         sizes = [least + place for place in range(len(wanted))]
@@ -256,10 +256,10 @@ def _even_sizes(
 def _listed_sizes(
     wanted: Sequence[Relation], related: Callable[[int], Relation], more: Sequence[int], most: int
 ) -> list[int] | None:
-    """Find the smallest growing stage sizes that have the wanted relations.
+    """Find the smallest ascending stage sizes that have the wanted relations.
 
-    Each size exceeds the previous one by at least its entry in `more`, and by at least 1. For each stage size, `most` candidates
-    are tried. None: for some stage size, no candidate has its relation.
+    Size i exceeds size i - 1 by at least `more[i]`, and by at least 1. `related` gives a size's relation. For each size, `most`
+    candidates are tried. None: for some size, no candidate has the wanted relation.
     """
     sizes: list[int] = []
     for relation, least in zip(wanted, more, strict=True):
@@ -272,9 +272,9 @@ def _listed_sizes(
 
 
 def _batch(config: Config, dp: int) -> dict[str, Any]:
-    """Choose batch sizes for at most three whole pipeline rounds and the original remainder.
+    """Choose batch sizes with at most three rounds of pp microbatches, plus the original remainder.
 
-    A schedule file's number of microbatches is kept.
+    With a schedule file, the number of microbatches stays as it is.
     """
     pp, microbatches = config.parallel.pp, num_microbatches(config)
     if microbatches > MOST_ROUNDS * pp and config.schedule.file is None:

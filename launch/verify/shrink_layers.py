@@ -59,7 +59,7 @@ def relations_of_stages(config: Config) -> tuple[object, ...]:
 
 
 def needed_places(config: Config) -> set[int]:
-    """Find the places in a stage whose layers must stay, from 0. Without them, `relations_of_stages` would change."""
+    """Find the positions in a stage, from 0, whose layers must stay to leave `relations_of_stages` unchanged."""
     stages = list(dict.fromkeys(stage_labels(config)))
     needed = {0}
     for labels in filter(None, stages):

@@ -37,9 +37,9 @@ Runner = Callable[[Config], bool | None]
 
 
 def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: Runner) -> Verdict:
-    """Run the sub-layouts, and put the likely cause that they show into the verdict.
+    """Run the sub-layouts, and add the likely cause of the difference to the verdict.
 
-    They run up to the first step that differs. If the verdict is equal, nothing runs, and the verdict is returned unchanged.
+    Each run ends after the first step that differs. If no step differs, nothing runs, and the verdict is returned unchanged.
 
     Args:
         is_equal: function (sub-layout) -> whether its run equals the same reference; None: the run failed.
@@ -83,7 +83,7 @@ def _collapsed(config: Config, steps: int) -> Iterator[_Collapsed]:
 def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
     """Choose ep and etp for the ranks that remain after a mesh axis is collapsed; empty for an expert axis.
 
-    Both change as little as possible.
+    For tp, etp becomes 1. ep shrinks until ep x etp divides the ranks.
     """
     if axis in EXPERT_AXES:
         return {}
@@ -95,9 +95,10 @@ def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
 def _narrowest(
     config: Config, outcomes: list[SublayoutVerdict], collapsed: Sequence[_Collapsed]
 ) -> list[SublayoutVerdict]:
-    """Set an outcome's axis to None if an expert axis explains it.
+    """Set an outcome's axis to None if an expert axis explains the outcome.
 
-    This is so if the difference vanishes without the expert axis, and collapsing the outcome's axis changed the expert axis too.
+    Two facts are required. The difference vanishes with one rank on the expert axis. Collapsing the outcome's axis changed the
+    expert axis's size too.
     """
     sizes = parallel_sizes(config)
     explained = {one.axis for one in outcomes if one.equal and one.axis in EXPERT_AXES}
@@ -116,8 +117,8 @@ def _narrowest(
 def _features(config: Config, steps: int, vanished: set[str | None], num_axes: int) -> Iterator[tuple[str, Config]]:
     """Yield runs with one feature off, as (change, configuration).
 
-    If the difference vanishes without an axis, these are features on that axis; otherwise, features that the reference lacks. In
-    the second case, one process runs again (`ALONE`) if `num_axes`, the number of collapsed sub-layouts, is above 1.
+    If the difference vanishes with an axis collapsed, the features are those on that axis. Otherwise they are features that the
+    reference lacks. One process (`ALONE`) then runs again if `num_axes`, the number of collapsed sub-layouts, exceeds 1.
     """
     parallel = config.parallel
     changes: dict[str, dict[str, Mapping[str, Any]]] = {}

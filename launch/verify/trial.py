@@ -157,7 +157,7 @@ def _with_recompute(asked: Config, *, small: bool) -> Config:
 def layout_words(path: Path, overrides: Sequence[str], layout: str) -> list[str]:
     """Turn `--layout` into overrides.
 
-    Stages become even if the file, and no override, lists layers for another number of stages.
+    `parallel.layers_per_stage` is set to null if the file lists another number of stages and no override sets the key.
 
     Raises:
         ConfigError: a word in the layout is not valid.
@@ -199,7 +199,7 @@ def _documents(data: DataConfig) -> dict[str, Any]:
 
 
 def _noise(one: Mapping[str, Any]) -> Config | None:
-    """Build the one process's configuration in a wider dtype. None: no dtype is wider."""
+    """Build the configuration `one` in the next wider dtype. None: no dtype is wider."""
     dtype = WIDER.get(one["precision"]["dtype"])
     if dtype is None:
         return None

@@ -23,7 +23,7 @@ from triaxis.models.gpt.qk_norm import NormalisedAndRotated
 
 
 class Attention(nn.Module):
-    """Attention with queries, keys and values projected from x."""
+    """One layer's self-attention, with this tp rank's query and key/value heads."""
 
     def __init__(self, context: BuildContext, name: str, kind: LayerKind) -> None:
         super().__init__()

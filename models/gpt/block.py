@@ -32,7 +32,7 @@ class FirstNorm:
         self._normalised = normalised
 
     def take(self) -> torch.Tensor | None:
-        """Hand over the kept output, or None, so that only the caller holds it."""
+        """Return the kept output, or None, and drop the reference to it."""
         normalised, self._normalised = self._normalised, None
         return normalised
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add attention's branch to x, and normalise the sum for the MLP.
 
-        The second result is None if it is still to be computed. `inputs` is x normalised for attention; None: it is computed here.
+        The second result is None if the MLP's input is still to be computed. `inputs` is attention's input; None: computed here.
         """
         if inputs is None:
             inputs = self.attention_input(x)
@@ -105,7 +105,7 @@ class Block(nn.Module):
         return before, self.context.norm(f"{name}.post_norm") if model.norms_after else None
 
     def _input(self, norm: nn.Module | None) -> Callable[..., torch.Tensor]:
-        """Build the function from the residual stream to a branch's input."""
+        """Build the function that computes a branch's input: `norm`, or the identity for None."""
         return nn.Identity() if norm is None else self.context.saved.recomputed("norm", norm)
 
     def _added(

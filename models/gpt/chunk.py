@@ -98,7 +98,7 @@ class GPTChunk(nn.Module):
 
     @property
     def fp8_counts(self) -> Fp8Counts | None:
-        """Counts of elements that conversion to FP8 loses on this rank; None: they are not counted."""
+        """This rank's counters of elements that conversion to FP8 zeroes or clamps; None: nothing is counted."""
         return self.context.fp8_counts
 
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:

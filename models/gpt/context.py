@@ -1,4 +1,4 @@
-"""Give a GPT's modules what they share, and build their norms and linear layers."""
+"""Hold objects that a chunk's modules share, and build their norms and linear layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -49,7 +49,7 @@ class BuildContext:
         saved: policy for tensors that are saved for the backward; the rank's chunks share one.
         forms: ways to compute linear layers' products, such as in FP8, by layer number; other layers use `form`.
         form: way to compute the products of the linear layers that are being built.
-        fp8_counts: counts of the elements that conversion to FP8 loses; None: they are not counted.
+        fp8_counts: counters of the elements that conversion to FP8 zeroes or clamps; None: nothing is counted.
         taken: names of the parameters that modules have asked for.
     """
 
@@ -75,16 +75,17 @@ class BuildContext:
         return replace(self, form=self.forms.get(layer, self.form))
 
     def form_behind_norm(self, *parts: str) -> LinearForm:
-        """Form for a linear layer that alone reads a norm's output.
+        """Build the product form for a linear layer that alone reads a norm's output.
 
-        If the norm or one of `parts` is recomputed, the recomputation saves that output too, and the form allows for it.
+        Nothing else saves this output, unless the norm or one of `parts` is recomputed. If branches have no norm before them,
+        the result is `form`.
         """
         return self.form.alone("norm", *parts) if self.model.norms_before else self.form
 
     def mixer(self, name: str, kind: LayerKind, made: Made = as_they_are) -> Mixer:
-        """Build a layer's attention mixer.
+        """Build a layer's mixer, which computes attention.
 
-        `made` computes keys and values from the rows that the mixer gathers, such as latents.
+        `made` is a function from per-token rows, such as latents, to keys and values. By default, it returns the rows.
         """
         model, tp = self.model, self.region.axis
         return self.mixing(

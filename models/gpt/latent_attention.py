@@ -132,5 +132,5 @@ class LatentAttention(nn.Module):
         return self.norm_kernel(x, norm.tracked())
 
     def _rotate(self, x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
-        """Rotate the first dr elements in x [s, b, n, d], if the layer rotates."""
+        """Apply RoPE to each head's first dr elements in x [s, b, n, d]. Without RoPE in the layer, return x."""
         return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)

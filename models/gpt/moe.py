@@ -97,7 +97,10 @@ class MoE(nn.Module):
     def counted(
         self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Select the experts int64 [T, k] that the sequence loss counts: `experts`, or those with the highest scores."""
+        """Select each token's experts, int64 [T, k], that the sequence-wise balance loss counts.
+
+        The config decides: `experts`, or the k experts with the highest scores.
+        """
         return self.experts.router.counted(experts, scores)
 
     def positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
@@ -130,7 +133,7 @@ class _Part(torch.autograd.Function):
 class _Whole(torch.autograd.Function):
     """Gather the whole sequence from all tp ranks' parts, [s/t, b, h] -> [s, b, h].
 
-    Every rank then holds the whole gradient.
+    Every tp rank holds the whole gradient, and the backward cuts out this rank's part.
     """
 
     @staticmethod

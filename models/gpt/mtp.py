@@ -33,7 +33,7 @@ class RowsAhead(Protocol):
         labels: the next tokens, int64 [b, s].
         position_ids: the tokens' positions, int64 [b, s].
         ahead: each layer's labels, int64 [D, b, s]; not None here.
-        mask_ahead: True where a label in `ahead` counts, bool [D, b, s]; not None here.
+        mask_ahead: True where a label in `ahead` counts in the loss, bool [D, b, s]; not None here.
     """
 
     labels: torch.Tensor
@@ -84,7 +84,7 @@ class TokenAhead(nn.Module):
     """A layer that predicts one token further ahead than the layer before it.
 
     Args:
-        layer: layer number, counted on from the model's own layers.
+        layer: layer number; numbering goes on after the model's ordinary layers.
     """
 
     def __init__(self, context: BuildContext, layer: int) -> None:

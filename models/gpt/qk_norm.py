@@ -52,7 +52,7 @@ class NormalisedAndRotated(nn.Module):
     def _all(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalise over all of a token's heads, then rotate.
 
-        The squares' sums over tp (an all-reduce) are never recomputed.
+        The all-reduce over tp of the sums of squares is never recomputed.
         """
         context, model = self.context, self.context.model
         replicas = max(1, context.region.axis.size // model.kv_heads)

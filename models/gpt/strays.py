@@ -33,7 +33,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Mapping[str, ShardedParameter]) -> None:
-    """Check the tensors that a chunk's modules hold now and those that it trains.
+    """Refuse strays: tensors that a chunk holds or trains, but `models/specs.py` does not list.
 
     Args:
         chunk: module called with a tensor or None, and a microbatch.

@@ -35,7 +35,7 @@ class DecodingChunk(GPTChunk):
         self.train(False)
 
     def without_cache(self) -> str:
-        """Class name of the first layer part without a cache; "": all have one, so `decode` can run."""
+        """Class name of the first attention module or block without a cache. "": `decode` can run."""
         for block in self.blocks:
             attention = getattr(block, "attention", None)
             if not isinstance(getattr(attention, "mixer", None), Cached):

@@ -52,7 +52,7 @@ class ListedTokens:
 class CorpusTokens:
     """A text that consists of a `.bin/.idx` pair's documents, in stored order.
 
-    `num_tokens` cuts the text off; None: it is whole.
+    The text ends after `num_tokens` tokens; None: it has all the documents.
     """
 
     def __init__(self, corpus: IndexedTokens, num_tokens: int | None = None) -> None:
@@ -117,7 +117,7 @@ class Windows:
         return Sample(tokens, counted, self.lengths(index))
 
     def lengths(self, index: int) -> tuple[int, ...]:
-        """Return a window's document lengths, here one, since a text is one document."""
+        """Return the lengths of a window's documents: one length, because a text is one document."""
         return (self.seq_length + 1,)
 
 

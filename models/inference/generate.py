@@ -197,7 +197,7 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
 
 
 def _gumbel(seed: int, place: int, num: int) -> torch.Tensor:
-    """Compute standard Gumbel noise, float64 [num], from seed, place and token."""
+    """Compute standard Gumbel noise, float64 [num], for each token id at text position `place`."""
     words = mix_words_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
     # Use the top 53 bits, plus a half so that u is never 0 or 1.
     u = (shift_right(words, 11).double() + 0.5) * 2.0**-53

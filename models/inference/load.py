@@ -112,7 +112,7 @@ def _allocate(
 ) -> list[Shard]:
     """Bind the parameters to newly allocated tensors, one flat tensor for the trained ones.
 
-    Returns the logical parts to fill, which are views of these tensors.
+    Returns views to fill: this rank's part of each parameter, without padding.
 
     Padding stays zero. Parameters are in forward order, so weights that share a GEMM stay one matrix. Untrained parameters use the
     accumulation dtype. With a rounded bias, a router would choose other experts.

@@ -23,7 +23,7 @@ OF_LAYER = ("embedding", "attention", "mlp", "", "losses")
 
 
 def site_order(name: str, num_layers: int) -> int:
-    """Sort key for a site, by its position in the forward. The model has `num_layers` layers of its own."""
+    """Sort key for sites (recorded outputs) in forward order. `num_layers` excludes multi-token prediction layers."""
     if name == "embedding":
         return 0
     if name == LOSS:
@@ -38,10 +38,10 @@ def site_order(name: str, num_layers: int) -> int:
 
 
 class Probes:
-    """Outputs recorded while `open` is active, in `values` by site and samples.
+    """Recorder of the chunks' outputs while `open` is active.
 
-    An output is float64 [s] for one sample, whose id is the key. It is [s/t] if this rank has a part of the sequence. The loss
-    is [1], and its key has the ids of all the microbatch's samples.
+    `values` maps site -> sample id -> float64 [s], or [s/t] if this rank has a part of the sequence. The loss is [1], and its
+    key joins the ids of all the microbatch's samples with commas.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -104,7 +104,7 @@ def _sites(chunk: GPTChunk) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _sites_of(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a layer's sites. A block from an extension may have no attention or MLP module."""
+    """Yield (site, module) for a layer's branches and the layer itself. An extension's block may lack branches."""
     parts = {part: getattr(block, part, None) for part in ("attention", "mlp")}
     yield from ((f"{name}.{part}", each) for part, each in parts.items() if isinstance(each, nn.Module))
     yield name, block

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 
 
 def differing_rates(rates: Mapping[int, tuple[float, float]], num_steps: int, lr: float, engine: str) -> list[str]:
-    """Compare two schedules; one note with the first step's rates and the largest difference, or none if all rates are equal.
+    """Compare two schedules, and describe their difference in one note.
+
+    The note has the first step's rates and the largest difference. Equal schedules get no note.
 
     Args:
-        rates: steps done before -> (rate there, rate here), in order.
+        rates: steps done before -> (the other engine's rate, our rate), in order.
         num_steps: steps of the run, for the note.
         lr: peak rate; differences below a 10^12th of it are rounding.
         engine: the other engine's name.

@@ -20,8 +20,8 @@ from triaxis.engine.layout.shard_spec import Box
 def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int]]:
     """Yield the boxes that make up the flat range [start, stop) of the row-major `box`.
 
-    Items are in order. Each item is (part, start). `part` is a box of the global tensor, contiguous in `box`. `start` is the
-    row-major index in `box` of the part's first element.
+    Each item is (smaller box, first), in the order of the range. The smaller box is contiguous in `box`. `first` is the row-major
+    index in `box` of its first element.
     """
     assert 0 <= start <= stop <= math.prod(box_shape(box)), f"the range [{start}, {stop}) leaves the box {box}"
     if start == stop:

@@ -1,7 +1,7 @@
 """Reads and writes files past the page cache with O_DIRECT, in whole aligned blocks.
 
-A thread works one step ahead of the disk. Caching a checkpoint would evict the data that training reads, and take CPU time. If a
-file system has no direct access, or needs another alignment, the same blocks go through the cache.
+A thread prepares the next buffer while the caller uses the present one. Caching a checkpoint would evict the data that training
+reads, and take CPU time. If a file system has no direct access, or needs another alignment, the same blocks go through the cache.
 """
 
 import errno

@@ -59,7 +59,7 @@ def describe(fingerprints: Mapping[Kind, str]) -> str:
 def _weighted_sum(
     values: torch.Tensor, key: str, shape: tuple[int, ...], parts: Sequence[Box], chunk_numel: int
 ) -> int:
-    """Compute the fingerprint sum, in [0, 2^64), over `values`, which fill `parts` in order."""
+    """Compute the fingerprint sum, in [0, 2^64), of `values`, the elements of the boxes `parts` one after another."""
     bits = values.detach().view(SAME_SIZE_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     words = torch.empty(min(chunk_numel, len(bits)), dtype=torch.int64, device=bits.device)
@@ -82,7 +82,7 @@ def _weighted_sum(
 
 
 def _products(bits: torch.Tensor, column: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write word[r, c] C(c) for raw bits [rows, columns] to `out` and return it."""
+    """Write each word times its column's coefficient to `out` [rows, columns], and return `out`."""
     out.copy_(bits)
     if bits.element_size() == 8:
         out ^= shift_right(bits, 32)

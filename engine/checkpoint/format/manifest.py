@@ -153,12 +153,12 @@ class TrainingState(_Record):
         lr: learning rate of the last step, for information only.
         rng: the seed, on which masks, weights and sample order depend.
         loss_scale: loss scale for the next step; None without a dynamic loss scale.
-        data: fingerprints of the training data by part, the tokenizer's identity, and the end-of-document id.
+        data: the samples' fingerprint (under the phase's name), the tokenizer's identity, and the end-of-document id.
         wandb_id: id of the wandb run.
         skipped: ranges [first, stop) of skipped sample ids (`engine/data/skipped.py`).
         num_rollbacks: number of automatic returns to a checkpoint.
-        recent_losses: (step from 0, loss), as many as the next limit needs; empty without a limit.
-        recent_grad_norms: (step from 0, gradient norm), as many as the next limit needs; empty without a limit.
+        recent_losses: (step from 0, loss) of the last steps, as many as `RunHistory.limits` needs.
+        recent_grad_norms: (step from 0, gradient norm) of the last steps, as many as `RunHistory.limits` needs.
         validation_is_due: whether the validation after `step` has not run yet; the next attempt begins with it.
     """
 
@@ -252,12 +252,12 @@ class Manifest(_Record):
 
     @property
     def num_parameters(self) -> int:
-        """Number of logical elements, without padding."""
+        """Number of elements in all parameters, without padding."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, then its hash, each atomically and without the environment's secrets.
+    """Write manifest.json, then its hash, each atomically, with credentials redacted.
 
     Raises:
         OSError: the folder cannot be written.

@@ -41,7 +41,7 @@ _ALIGNMENT = 8
 
 
 class Values(Protocol):
-    """A 1-D sequence of floating-point elements, either a tensor or state in its stored form."""
+    """A 1-D sequence of floating-point elements, either a tensor or a `StoredState` of the optimizer."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,7 +116,7 @@ def write_file(path: Path, shards: Sequence[Shard[Values]], piece_bytes: int = P
 
 
 def _stream(header: bytes, parts: Sequence[Shard[Values]], pieces: list[Piece]) -> Iterator[torch.Tensor]:
-    """Yield the file's bytes in order. Each part is hashed, and its piece is appended to `pieces`."""
+    """Yield the file's bytes, the header first. Hash each part, and append its manifest entry to `pieces`."""
     yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
     at = len(header)
     for part in parts:

@@ -189,7 +189,7 @@ class IndexedTokens:
 
     @property
     def cache_dir(self) -> Path:
-        """Folder for cached orders, unless the configuration names another one."""
+        """Folder for cached sample orders, unless the configuration names another folder."""
         return Path(f"{self.prefix}.cache")
 
     @property
@@ -230,7 +230,7 @@ class IndexedTokens:
         return np.diff(ends[bounds - bounds[0]])
 
     def encoded(self, documents: range) -> tuple[Iterator[bytes], NDArray[np.int32], NDArray[np.int64]]:
-        """Return (blocks, lengths, document ends) for a range of documents, as `IndexedWriter.add_encoded` takes them."""
+        """Return (token bytes, sequence lengths, document ends) of documents, for `IndexedWriter.add_encoded`."""
         first, last = int(self._documents[documents.start]), int(self._documents[documents.stop])
         ends = self._documents[documents.start + 1 : documents.stop + 1] - first
         return self._blocks(first, last), self._lengths[first:last], ends
@@ -267,7 +267,7 @@ class IndexedTokens:
         return found
 
     def ids(self, most_tokens: int) -> tuple[int, int]:
-        """Find the smallest and the largest id among about `most_tokens` tokens, in evenly spaced stretches."""
+        """Find the smallest and the largest id in evenly spaced ranges of about `most_tokens` tokens together."""
         length = -(-most_tokens // FINGERPRINT_SAMPLES)
         starts = np.linspace(0, max(0, len(self._tokens) - length), FINGERPRINT_SAMPLES, dtype=np.int64)
         found = [self._tokens[start : start + length] for start in starts]

@@ -54,7 +54,8 @@ class Match:
 def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: str) -> Match:
     """Find which of a model's tokenizers encoded a corpus.
 
-    If no identity is recorded, this is the first that can be opened, and vocabulary sizes and ids must allow it.
+    If no identity is recorded, this is the first that can be opened and has the recorded vocabulary size, if any. The corpus's ids
+    must then lie in that vocabulary.
 
     Args:
         prefix: corpus path without an ending.

@@ -49,7 +49,7 @@ class OwnCorpus:
 
     @property
     def cache_dir(self) -> Path:
-        """Folder for cached orders. Its name is ARGUMENT.cache, or without an argument NAME.cache in the working folder."""
+        """Folder for cached sample orders: ARGUMENT.cache, or without an argument NAME.cache in the working folder."""
         name, _, argument = self.prefix.removeprefix(OWN_CORPUS).partition(":")
         return Path(f"{argument or name}.cache")
 

@@ -73,7 +73,7 @@ class Document:
 
 
 def too_long(file: InputFile, place: InputPlace, findings: Findings) -> None:
-    """Add a document that exceeds the options' size limit to the findings. DataError if they stop at bad input."""
+    """Add a document that exceeds the options' size limit to the findings. DataError if `--on-bad` is `stop`."""
     detail = f"holds a document of more than {file.options.max_document_bytes:,} bytes"
     advice = "A worker has a document and its ids in memory. Divide the text (--separator), or allow it (--max-document-bytes)."
     findings.add(BadInput.TOO_LONG, replace(place, detail=detail), advice)
@@ -91,5 +91,5 @@ def field_of(value: Any, key: str) -> Any:
 
 
 def share(num_bytes: int, number: int, count: int) -> int:
-    """Compute the bytes of part `number`, from 0, of `count` equal parts of `num_bytes`."""
+    """Compute the length of part `number` (from 0), if `num_bytes` bytes are split into `count` nearly equal parts."""
     return num_bytes * (number + 1) // count - num_bytes * number // count

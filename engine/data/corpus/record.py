@@ -18,7 +18,7 @@ FORMAT = "triaxis corpus 1"
 
 @dataclass(frozen=True, slots=True)
 class CorpusRecord:
-    """A finished corpus's counts, identity and hashes."""
+    """A finished corpus's record: tokenizer, sizes, hashes and left-out input."""
 
     tokenizer: str
     vocab_size: int
@@ -95,8 +95,8 @@ def read_record(prefix: str) -> CorpusRecord | None:
 def request_digest(files: Sequence[InputFile], tokenizer_identity: str, *, append_eod: bool = True) -> str:
     """Hash a corpus's input files, options and tokenizer to a hexadecimal sha256.
 
-    Files count in order, by path, size and mtime, so a touched file counts as changed. Defaults are left out of the digest, so old
-    digests stay valid.
+    The digest covers each file's path, size and mtime, in order, so touching a file changes the digest. Options with default values
+    are left out, so older versions' digests stay valid.
     """
     inputs = [(str(file.path.resolve()), file.size, file.mtime_ns) for file in files]
     keys = list(dict.fromkeys(file.options.text_key for file in files))

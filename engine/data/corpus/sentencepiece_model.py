@@ -42,7 +42,7 @@ class SentencePieceTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Compute the identity that this tokenizer would have with another end-of-document id."""
+        """Compute the hash that would identify this tokenizer with another end-of-document id."""
         return hashlib.sha256(f"{self._sha256} {eod_id}".encode()).hexdigest()
 
     def _id_of(self, name: str) -> int | None:

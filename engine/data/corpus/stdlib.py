@@ -2,8 +2,8 @@
 
     <stdlib>/**/*.py, sorted, up to `max_bytes`  -->  files ordered by the hashes of their names  -->  prepare
 
-Files are sorted first, so that the same Python gives the same files. Hashes then mix the files, since a split by documents holds
-back the last ones.
+Files are sorted first, so that the same Python gives the same files. The order by hashes then mixes the files, because a split by
+documents validates on the last ones.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ NOT_STDLIB = {"site-packages", "dist-packages"}
 def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
     """List the standard library's source files, at most `max_bytes` together, ordered by a hash.
 
-    Files are taken in name order, up to the first that does not fit. A virtual environment uses its base Python's files. Empty
-    files are left out, and so are the few that are not UTF-8.
+    Files are taken in name order, until the next one would exceed `max_bytes`. A virtual environment uses its base Python's files.
+    Empty files are left out, and so are the few that are not UTF-8.
 
     Raises:
         DataError: this Python has no sources (a minimal or frozen build), or none fits into `max_bytes`.
@@ -66,7 +66,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Entropies:
-    """A corpus's reference losses, in nats per token."""
+    """Entropies to compare losses with: uniform, unigram and bigram, in nats per token."""
 
     uniform: float
     """ln(vocab_size): an untrained model's loss, where training begins."""

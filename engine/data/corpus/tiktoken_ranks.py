@@ -4,8 +4,9 @@
     cl100k_base.tiktoken:PATTERN    PATTERN, a name in PATTERNS or a regular expression, cuts a text before bytes are merged
 
 A token's rank is its id. Another pattern gives other ids, and the file does not contain the pattern. So the pattern must be named,
-unless the file name begins with a name from PATTERNS. Special tokens are not in the file either, but in PATTERNS. If a special
-token's id is also a rank, the ranks belong to another encoding. END then becomes the first id after the ranks.
+unless the file name begins with a name from PATTERNS. PATTERNS, not the file, holds the special tokens. If a special token's id is
+also a rank, the ranks belong to another encoding. Then the only special token is `<|endoftext|>`, with the first id after the
+ranks.
 """
 
 import hashlib
@@ -65,8 +66,8 @@ class TiktokenTokenizer:
 
     Args:
         path: path to the rank file.
-        pattern: name in PATTERNS or a regular expression; None: the name that the file name begins with. With a regular
-            expression, `<|endoftext|>` is the first id after the ranks.
+        pattern: name in PATTERNS or a regular expression; None: the name in PATTERNS with which the file name begins. With a
+            regular expression, `<|endoftext|>` is the first id after the ranks.
         eod_token: end-of-document token; None: the first name in END_OF_DOCUMENT_NAMES among the pattern's special tokens.
 
     Raises:
@@ -111,7 +112,7 @@ class TiktokenTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Compute the identity that this tokenizer would have with another end-of-document id."""
+        """Compute the hash that would identify this tokenizer with another end-of-document id."""
         return hashlib.sha256(f"{self._content} {eod_id}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:

@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
     """Path to the tokenizer.json, which other libraries read; None if the tokenizer has another form."""
 
     def identity_with(self, eod_id: int) -> str:
-        """Compute the identity hash that this tokenizer would have with another end-of-document id."""
+        """Compute the hash that would identify this tokenizer with another end-of-document id."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -84,7 +84,7 @@ class BytesTokenizer:
         self.identity = hashlib.sha256(b"bytes of utf-8, 256 ends a document").hexdigest()
 
     def identity_with(self, eod_id: int) -> str:
-        """Return the fixed identity, since no other id can end a document."""
+        """Return the fixed identity hash, since this tokenizer has only one end-of-document id."""
         return self.identity
 
     def encode(self, text: str) -> list[int]:
@@ -130,11 +130,11 @@ class JsonTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Compute the identity that this tokenizer would have with another end-of-document id."""
+        """Compute the hash that would identify this tokenizer with another end-of-document id."""
         return hashlib.sha256(" ".join([self._sha256, str(eod_id), *self._added]).encode()).hexdigest()
 
     def id_of(self, token: str) -> int | None:
-        """Look up a token's id, or None. Special tokens count too."""
+        """Look up the id of an ordinary or special token; None if the tokenizer lacks it."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
@@ -301,7 +301,7 @@ def _unknown_id(tokenizer: Any) -> int | None:
 
 
 def _text_size(tokenizer: Any) -> int:
-    """Compute 1 + the largest id in encoded text, which contains no added special tokens."""
+    """Compute 1 + the largest id that encoding a text can give. Encoded text never contains added special tokens."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     never = special - tokenizer.get_vocab(with_added_tokens=False).keys()
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -346,7 +346,7 @@ KINDS = (
 
 
 def split_name(name: str) -> tuple[Path, str | None]:
-    """Split the name of tiktoken ranks into a path and the pattern after the colon. Other names: (path, None)."""
+    """Split a name such as `gpt2.tiktoken:PATTERN` into a path and PATTERN. Other names give (path, None)."""
     path, colon, pattern = name.partition(":")
     # pathlib raises for names that no file can have, and a pattern may be such a name.
     is_ranks = colon and not os.path.exists(name) and (os.path.isfile(path) or path.endswith(ENDING))  # noqa: PTH110, PTH113

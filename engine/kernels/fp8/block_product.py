@@ -85,7 +85,7 @@ def scales_of(matrix: Quantised) -> Scales:
 
 
 def in_tiles(inverse: torch.Tensor) -> torch.Tensor:
-    """Arrange power-of-two scales [rows, columns / 32] as exponents in tiles, one zero-padded vector."""
+    """Convert power-of-two scales [rows, columns / 32] to a zero-padded exponent vector in the GEMM's tile order."""
     exponents = padded_exponents(inverse)
     tiles = exponents.view(-1, TILE_ROWS // 32, 32, exponents.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(MX_SCALE_DTYPE)

@@ -1,4 +1,4 @@
-"""Names the roles of a linear layer's FP8 operands."""
+"""Lists the roles of a linear layer's FP8 operands: input, gradient and weight."""
 
 from typing import Literal, get_args
 

@@ -59,13 +59,13 @@ class Beat:
         beats: number of activity changes; if it is equal at two moments, the rank has not moved.
         step: step, counted from 1; 0 before the first.
         part: part of the training loop; "" before the first.
-        position: the running action's number in the rank's schedule, from 1; 0 if no action runs. Posts are not counted.
+        position: the running action's number in the rank's schedule, from 1; 0 if no action runs. Communication has no number.
         op, axis, purpose: labels of the call that the rank waits for; "" if it waits for no call.
         peer: index, on `axis`, of the rank that this rank sends to or receives from; NO_PEER for a collective.
         begun: number of steps that this process has begun.
         started: start time of this process, in milliseconds since the epoch; together with `pid` it identifies the process.
-        building: 1 while the rank's loader builds an epoch's order, or waits for another process on its node to build it.
-        built: number of the order's pieces built so far.
+        building: 1 while the rank's loader builds an epoch's sample order, or waits for another process on the node to build it.
+        built: number of progress reports on sample orders: one per finished piece or hashed block.
     """
 
     rank: int
@@ -210,26 +210,26 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def builds(self) -> None:
-        """Record that one more piece of an epoch's order is built."""
+        """Count progress on an epoch's sample order: a piece was finished, or a block hashed."""
         self._words[_BUILDING] = 1
         self._words[_BUILT] += 1
 
     def has_built(self) -> None:
-        """Record that the order is complete."""
+        """Record that work on an epoch's sample order has ended, with or without success."""
         self._words[_BUILDING] = 0
 
     def read_begins(self, mark: Event) -> None:
-        """Do nothing: while the host reads, the device waits for a call that is already recorded."""
+        """Do nothing: the beat shows communication calls only, not the host's reads of device values."""
 
     def read_ends(self) -> None:
-        """Do nothing, for the same reason as `read_begins`."""
+        """Do nothing: the beat does not show the host's reads of device values."""
 
     def read(self) -> Beat:
         """Read this rank's own beat, as another process would."""
         return _parse(self._map[:])
 
     def of_rank(self, rank: int, attempt: int) -> Beat | None:
-        """Read the heartbeat of a rank on this node in an attempt, or return None."""
+        """Read the heartbeat of a rank on this node. None if the rank has no heartbeat from this attempt."""
         beats = [read_beat(file_of(folder, rank)) for folder in self._folders if _is_ours(folder)]
         return next((beat for beat in beats if beat is not None and beat.attempt == attempt), None)
 
@@ -282,7 +282,7 @@ def _mapped(folder: Path, rank: int) -> mmap.mmap:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Read a heartbeat file on this node. Return None if the file is missing, or is no heartbeat of this version."""
+    """Read a heartbeat file on this node. None if the file is missing or in another version's format."""
     try:
         content = read_regular(path, SIZE)
     except OSError:

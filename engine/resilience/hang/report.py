@@ -167,11 +167,11 @@ class HangReport:
         return self._missing[call]
 
     def _distinct_targets(self) -> list[list[int]]:
-        """List the lists of waited-for ranks, without repeating one that several ranks share."""
+        """List each rank's list of the ranks that it waits for. A list that several ranks share comes once."""
         return list({id(targets): targets for targets in self._targets}.values())
 
     def _is_in(self, rank: int, call: Beat) -> bool:
-        """Whether a rank answers and waits in the same call as the beat `call`."""
+        """Whether a rank answers, and waits in the call that the other rank's beat `call` shows."""
         status = self._statuses[rank]
         beat = status.beat
         return (
@@ -217,7 +217,7 @@ class HangReport:
         return f"{self.name(rank)} waits for {ranks} in the {beat.op} over {beat.axis} ({beat.purpose}), {where}"
 
     def _in_call(self, rank: int) -> str:
-        """Describe the call in which a rank waits with all its peers, or return ""."""
+        """Describe the call in which a rank waits with all its peers. "" if the rank waits in no call."""
         beat = self._statuses[rank].beat
         return (
             ""

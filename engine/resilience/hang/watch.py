@@ -1,4 +1,4 @@
-"""Detects a hang, reports it, and ends the job with its own exit code.
+"""Detects a hang, reports it, and ends the job with an exit code for hangs.
 
     each rank     a thread finds that the rank's heartbeat has not changed for longer than `StillLimit` allows
     status        the thread writes the rank's activity to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, and waits for the
@@ -8,10 +8,10 @@
     end           deputies kill their nodes' silent ranks with SIGKILL; all other ranks exit with `ExitCode.HUNG`
 
 If a rank has written a status, every other rank that stands still writes its own at once. A rank that resumes was only slow, and
-deletes its status. While a rank's loader builds an epoch's order, each finished piece counts as movement. If other ranks report a
-hang meanwhile, the building rank writes `rank_00003.busy`, and the other ranks delete their statuses.
+deletes its status. While a rank's loader builds an epoch's sample order, each finished piece counts as movement. If other
+ranks report a hang meanwhile, the building rank writes `rank_00003.busy`, and the other ranks delete their statuses.
 
-The threads need only the run directory, so they work while the main thread is blocked in a collective.
+The threads need only the run directory, so they detect hangs even while the main thread is blocked in a collective.
 
 On GPUs, a rank's host runs ahead of its device, so the recorded waits are the host's. The device's last calls are in NCCL's flight
 record, which is written next to the status.
@@ -93,7 +93,7 @@ class HangLimits:
 
     @property
     def end_seconds(self) -> float:
-        """Longest time from the last rank's stop to the end of all ranks. The attempt's first steps may take longer."""
+        """Longest time from the moment when no rank moves to the exit of all ranks, except in the attempt's first steps."""
         return self.still_seconds + 2 * self.look_seconds + 3 * self.grace_seconds
 
 
@@ -119,7 +119,7 @@ class StillLimit:
         return max(self._limits.still_seconds, SLOWER * slowest)
 
     def went_on(self, begun: int, still_seconds: float) -> None:
-        """Record that the rank stood still in step `begun`, and then resumed by itself."""
+        """Record that the rank stood still for `still_seconds` in step `begun`, and then moved again by itself."""
         if begun <= _FIRST_STEPS:
             self._first_seconds = max(self._first_seconds, still_seconds)
         else:
@@ -278,7 +278,7 @@ class HangWatch:
         return [int(match["rank"]) for match in found if match is not None]
 
     def _say_busy(self) -> None:
-        """Report to waiting ranks that this rank builds an epoch's order."""
+        """Tell waiting ranks, by a file, that this rank builds an epoch's sample order."""
         with suppress(OSError):
             write_atomically(self.folder / f"rank_{self._rank:05d}.{BUSY}", [b""])
 
@@ -297,7 +297,7 @@ class HangWatch:
         return self.folder / f"rank_{rank:05d}.{kind}.json"
 
     def _beat_of(self, rank: int, attempt: int) -> Beat | None:
-        """Read the last beat of a silent rank on this node, in this attempt."""
+        """Read the last beat of a silent rank on this node, in this attempt. None if it left no heartbeat."""
         return self.heartbeat.of_rank(rank, attempt)
 
     def _kill(self, beat: Beat | None) -> None:

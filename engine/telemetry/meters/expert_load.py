@@ -2,8 +2,8 @@
 
     tokens per layer and expert, over the global batch   ->   printed line, metrics.jsonl and charts, report page
 
-A step has layers x experts counts, too many for each record. So only about `MOST_COUNTS` records in a run hold counts. Such a
-record sums the counts of all steps since the previous such record.
+A step has layers x experts counts, too many for each record. So only about `MOST_COUNTS` records in a run hold counts. A
+record with counts sums them over all steps since the previous record with counts.
 """
 
 import math

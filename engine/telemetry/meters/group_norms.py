@@ -108,7 +108,7 @@ class GroupNorms(StepMeter):
         return Measured({"norms": fields}, charts)
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Compute each group's sum of squares, [groups]. `tensors` holds one tensor per bucket in `_counted`."""
+        """Compute each group's sum of squares, [groups]. `tensors`: one per trained bucket whose first replica is on this rank."""
         sums = torch.zeros(len(self._names), dtype=AGREEMENT_DTYPE, device=self._device)
         for tensor, parts in zip(tensors, self._parts, strict=True):
             for where, place in parts:
@@ -119,7 +119,10 @@ class GroupNorms(StepMeter):
 
 
 def _parts(owned: OwnedBucket, groups: Sequence[GroupFields], places: Mapping[int, int]) -> Sequence[tuple[slice, int]]:
-    """Split a bucket's owned elements into pairs of slice and group index. Adjacent segments of one group become one pair."""
+    """Split a bucket's owned elements by group into (slice, index). Adjacent segments of one group are merged.
+
+    `places` maps configured groups' numbers to indices; other elements get `len(places)`.
+    """
     parts: list[tuple[slice, int]] = []
     for segment in owned.segments:
         number = group_of(segment.record.spec.name, groups)

@@ -39,5 +39,5 @@ class StepMeter:
         """Called at the step's end on the host, once the update is posted."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return the numbers of step `step`, from 0; None adds nothing to its record. Each is read once, in order."""
+        """Return the numbers of step `step`, from 0. None adds nothing to the step's record. Every step is read once, in order."""
         raise NotImplementedError

@@ -202,7 +202,7 @@ def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:
 
 
 def _activations(start: Start) -> Iterator[tuple[str, str]]:
-    """Yield a row for each activation setting in use."""
+    """Yield banner rows on activation memory: recompute, offload, and gathered tensors kept for the backward."""
     asked, offload = start.config.recompute, start.config.offload
     if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""

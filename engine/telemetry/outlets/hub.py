@@ -150,7 +150,7 @@ class Telemetry:
             stopped.num_lost += 1
 
     def close(self) -> None:
-        """Flush, write `attempt_ended`, close everything, and print the sinks' summaries and what is missing.
+        """Flush, write `attempt_ended`, close everything, and print the sinks' summaries and how many steps and rows were lost.
 
         A call after an error and a second call do no harm.
         """
@@ -229,7 +229,7 @@ class Telemetry:
             file.reopen()
 
     def _look_at_outputs(self) -> None:
-        """Retry the files' waiting rows, and report each output that has changed."""
+        """Try again to write rows that wait in memory, and report each output that has failed or recovered."""
         for file in self._files():
             file.retry()
             name = file.path.name
@@ -289,7 +289,7 @@ class Telemetry:
 
 
 def _missing_steps(num_lost: int) -> str:
-    """Format a lower bound of the steps that a sink lacks."""
+    """Format the least number of steps that a sink lacks, as in "at least 3 steps are"."""
     return f"at least {num_lost} {'step is' if num_lost == 1 else 'steps are'}"
 
 
@@ -356,6 +356,6 @@ def open_telemetry(
 
 
 def _report_healing(telemetry: Telemetry, lines: JsonLines) -> None:
-    """Write an event if a half-written line was cut off when the file was opened."""
+    """Write an event if opening an event or metrics file has cut off a half-written last line."""
     if lines.num_healed_bytes:
         telemetry.event("log_healed", file=lines.path.name, bytes_cut_off=lines.num_healed_bytes)

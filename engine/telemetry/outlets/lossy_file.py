@@ -35,7 +35,7 @@ class Gap:
                 self._inside_line = True
 
     def rest(self, data: bytes) -> bytes:
-        """Cut off the end of a line whose beginning was lost. Return what is left of `data`."""
+        """Drop the first bytes of `data` that end a line whose beginning was lost. Return the other bytes."""
         if not self._inside_line:
             return data
         _, newline, data = data.partition(b"\n")
@@ -100,7 +100,7 @@ class LogPath:
         self._next_look_seconds = clock() + LOOK_SECONDS
 
     def look(self) -> None:
-        """Open a new file if the path has no file. If it has one, check at most once per `LOOK_SECONDS`."""
+        """Create the log file again if it is missing. Once it is there, it is not checked for `LOOK_SECONDS`."""
         if self._clock() < self._next_look_seconds:
             return
         if not os.access(self._path, os.F_OK):

@@ -178,7 +178,7 @@ class RelayQueue:
 class Lines:
     """Passes on one pipe's bytes as whole lines, so that lines from two pipes do not mix.
 
-    A line that stops for `WHOLE_LINE_SECONDS` is passed on unfinished.
+    If no byte comes for `WHOLE_LINE_SECONDS`, an unfinished line is passed on.
 
     Args:
         clock: function that returns seconds.
@@ -200,7 +200,7 @@ class Lines:
         return given
 
     def late(self) -> bytes:
-        """Remove and return an unfinished line that has stopped for `WHOLE_LINE_SECONDS`, else b""."""
+        """Remove and return an unfinished line if no byte has come for `WHOLE_LINE_SECONDS`, else return b""."""
         if not self._begun or self._clock() - self._since_seconds < WHOLE_LINE_SECONDS:
             return b""
         given, self._begun = self._begun, b""

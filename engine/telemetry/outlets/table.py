@@ -22,7 +22,7 @@ _GAP = "  "
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. A narrow terminal drops the column with the highest `goes_first` first, and keeps those with 0."""
+    """One column of the step table. A narrow terminal drops columns with high `goes_first` first, and never those with 0."""
 
     head: str
     width: int
@@ -69,12 +69,12 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
 
 
 def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memory: str) -> dict[str, str]:
-    """Format the line for the last of `steps`, by column heading. `steps` are all steps since the previous line."""
+    """Format the last step's cell texts, by column heading. `steps`: all since the previous line, to average rates."""
     last = steps[-1]
     seconds = sum(step.step_time_seconds for step in steps)
 
     def mean(values: Sequence[float]) -> float:
-        """Average rates, weighted by step time."""
+        """Average `values`, one per step, weighted by step time."""
         return sum(value * step.step_time_seconds for value, step in zip(values, steps, strict=True)) / seconds
 
     mfus = [step.mfu for step in steps if step.mfu is not None]

@@ -170,7 +170,7 @@ def _alerted(marker: Path) -> Mapping[str, int]:
 
 
 def _in_words(event: Event) -> str:
-    """Describe an event for a mail or a chat, without details over `_MOST_CHARACTERS`."""
+    """Describe an event for a mail or a chat, without details longer than `_MOST_CHARACTERS`."""
     at = f"step {event.step:,}, " if event.step is not None else ""
     rank = f"rank {event.rank}, " if event.rank is not None else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))

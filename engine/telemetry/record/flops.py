@@ -80,14 +80,14 @@ def attention_share(model: ModelConfig, documents: DocumentStatistics) -> float:
 
 
 def cost_of_imbalance(model: ModelConfig, documents: DocumentStatistics) -> float:
-    """Compute the busiest dp rank's extra FLOPs, as a share of the mean rank's FLOPs."""
+    """Compute the busiest dp rank's extra FLOPs, due to unequal documents, as a share of the mean rank's FLOPs."""
     cores = zip(core_flops_forward(model, documents), model.kinds, strict=True)
     more = {kind.window: documents.imbalance(kind.window) - 1 for kind in set(model.kinds)}
     return 3 * sum(core * more[kind.window] for core, kind in cores) / model_flops_per_token(model, documents=documents)
 
 
 def cost_of_cp_imbalance(model: ModelConfig, documents: DocumentStatistics, imbalance: float) -> float:
-    """Compute the busiest cp rank's extra FLOPs, as a share of the mean rank's FLOPs.
+    """Compute the busiest cp rank's extra attention FLOPs, as a share of the mean rank's FLOPs.
 
     Args:
         model: model sizes.

@@ -113,7 +113,7 @@ class JsonLines:
             self.error = None
 
     def _append(self, line: bytes) -> None:
-        """Write a line. If the file still ends with a part of this line, write only the rest.
+        """Write a line. If an earlier failed call left this line unfinished at the file's end, write only the rest.
 
         Raises:
             OSError: the line was not written, or only in part.
@@ -170,8 +170,8 @@ def read_records(
 ) -> Records:
     """Read a file's objects from byte `start`, which must begin a line.
 
-    An unfinished last line and lines without a JSON object only count as unreadable. Empty lines are ignored. If
-    there is no file, the result is empty.
+    An unfinished last line and lines without a JSON object are skipped, and counted in `num_unreadable`. Empty lines are
+    ignored. If there is no file, the result is empty.
 
     Args:
         kept: function that reduces each object to what the caller needs, to save memory.

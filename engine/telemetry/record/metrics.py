@@ -23,7 +23,7 @@ OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "measured")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Numbers that one meter read in a step.
+    """Extra numbers that one meter measured in a step, such as expert load.
 
     Attributes:
         fields: JSON values, by name in the step's record.
@@ -56,8 +56,8 @@ class StepMetrics:
         hardware_tflops_per_device: TFLOP/s that also count recomputed forwards and the padded vocabulary.
         mfu, hfu: model and hardware TFLOP/s divided by the device's peak, 0 to 1; None if no peak is known.
         peak_memory_bytes: the logging rank's peak since its start, allocated by torch on a GPU, resident on a CPU.
-        cp_imbalance: largest attention work over the mean among the logging replica's context-parallel ranks
-            (`triaxis.engine.context_parallel.imbalance`); None if rows are not cut, or if each row holds one document.
+        cp_imbalance: largest divided by mean attention work of the logging replica's context-parallel ranks
+            (`triaxis.engine.context_parallel.imbalance`); None without context parallelism, or if each row holds one document.
         val_loss: loss in the validation after this step, nats per token; None if there was none.
         time_split: parts of earlier steps' time, over all ranks (`triaxis.engine.telemetry.timing.step_times`); None unless this
             step has a printed line.
@@ -104,7 +104,7 @@ class Meter:
         layers_per_chunk: number of transformer layers in each of the pp x vpp chunks.
         world_size: number of devices that share the work.
         device_name: torch's device name; "cpu" has no peak.
-        documents: statistics of the documents that attention stays within; None if it crosses documents.
+        documents: statistics of the documents, if attention stays within one document; None if attention crosses documents.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ def num_active(model: ModelConfig) -> int:
 
 
 def module_of(name: str) -> str:
-    """Find the module in `MODULES` that counts a parameter, given by global name. Norms are a module of their own."""
+    """Find a parameter's module in `MODULES` from its global name. Every norm belongs to the module `norms`."""
     parts = name.split(".")
     if any(part == "norm" or part.endswith("_norm") for part in parts):
         return "norms"
@@ -120,11 +120,11 @@ def local_counts(
 
     Args:
         records: records of all parameters that this rank holds.
-        owners: number of ranks on each axis that gradients are reduced over; all these ranks hold the same box.
-        replicas: number of ranks on each axis that a record may name as its replicas (`tp`, `kv_replicas`, `ends`).
+        owners: number of ranks on each axis that gradients are reduced over; these ranks hold the same part of a parameter.
+        replicas: number of ranks that hold equal copies, by the name in a record's `replicas` (`tp`, `kv_replicas`, `ends`).
 
     Returns:
-        Shares as floats. If n ranks hold a box of k elements, each rank's share is k/n. Sums rounded by `round_counts` are exact
+        Shares as floats. If n ranks hold the same k elements, each rank's share is k/n. Sums rounded by `round_counts` are exact
         below 2^50 parameters.
     """
     shares = dict.fromkeys(MODULES, Fraction(0))
@@ -171,7 +171,7 @@ def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: Mod
 
 
 def _beside_formula(listed: Mapping[str, int], of_list: Mapping[str, int], formula: Mapping[str, int]) -> Iterator[str]:
-    """Yield the names of listed parameters that the formula lacks, with `*` as the layer.
+    """Yield listed parameters' names that the formula lacks, with `*` for the layer number.
 
     If these names do not explain a module's difference between list and formula, yield the module's name instead.
     """

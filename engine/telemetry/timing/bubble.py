@@ -17,14 +17,15 @@ for another stage:
 
     min(last rank's finish - this rank's finish, this rank's wait - shortest wait on any rank)
 
-The rest counts as exposed_dp in the sum over first and last stage (tied embeddings), and as `other` in the agreement of all ranks.
+The rest of the wait is exposed_dp in the tied embeddings' gradient sum (first and last stage), and `other` in the step's last call
+over all ranks.
 
 **Echoes.** The tp x cp ranks that share a stage get one message each. If one message is late, the other ranks wait for the late
 rank in their next tensor- or context-parallel call. This wait is the late message's echo, with a length of
 
     min(longest wait for input on a peer - this rank's wait, this rank's action time - shortest action time on a peer)
 
-The echo is subtracted from the action, and from exposed_tp and exposed_cp in proportion to the rank's waits in them. Waits in calls
+The echo is subtracted from the action's duration, and from exposed_tp and exposed_cp in proportion to their sizes. Waits in calls
 to experts stay exposed_ep, because such calls also connect replicas.
 
 `schedule_bubbles` are simulated with each stage's mean forward and backward durations. If the measured bubble is larger, the
@@ -66,15 +67,15 @@ def num_actions(schedule: Schedule) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """Mean waits per step, in seconds.
+    """Each rank's mean waits per step, in seconds; arrays are [ranks].
 
     Attributes:
-        bubble: [ranks], waits for another stage that remain in the replay.
-        late: [ranks], waits for another stage that messages cause.
-        tp_echo, cp_echo: [ranks], part of `bubble` + `late` in tensor- and in context-parallel calls.
-        drain: [ranks], part of `bubble` + `late` at the end of the step.
-        summed: [ranks], waits in the sum over first and last stage, less `drain`.
-        schedule: simulated bubble for each rank.
+        bubble: waits for another stage that would remain if messages took no time.
+        late: other waits for another stage, caused by message times.
+        tp_echo, cp_echo: part of `bubble` + `late` in tensor- and in context-parallel calls.
+        drain: part of `bubble` + `late` at the end of the step.
+        summed: waits in the tied embeddings' gradient sum, less `drain`.
+        schedule: bubble simulated with mean action durations.
     """
 
     bubble: Seconds
@@ -87,7 +88,7 @@ class _Waits:
 
 
 class Attribution:
-    """Computes `TimeSplit`s from all ranks' numbers. `places` holds the ranks' coordinates, in rank order."""
+    """Computes `TimeSplit`s from all ranks' measured times. `places` holds the ranks' coordinates, in rank order."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Coordinates]) -> None:
         self._schedule = schedule
@@ -172,7 +173,7 @@ class Attribution:
     def _replayed(self, begin: Seconds, durations: Seconds) -> Seconds:
         """Replay the steps with messages that need no time. Return each stage's waits, [dp, pp, steps].
 
-        `begin` is [dp, pp, steps]. `durations` is [dp, pp, steps, actions].
+        `begin`, when each rank's first action begins, is [dp, pp, steps]. `durations` is [dp, pp, steps, actions].
         """
         durations = np.moveaxis(durations, -1, 0)
         now = [begin[:, rank] for rank in range(begin.shape[1])]

@@ -24,7 +24,7 @@ NUM_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """This rank's clock reading at time zero (first rank enters first all-reduce), and the largest error."""
+    """This rank's clock reading when rank 0 entered the first all-reduce, and the reading's largest error."""
 
     origin_seconds: float
     error_seconds: float

@@ -52,7 +52,7 @@ class Clock(Protocol):
 
 
 class CallMarks(NamedTuple):
-    """Marks of a call that may be hidden. `posted` marks the post, and each mark in `over` one handle's end."""
+    """Marks of a context-parallel call: `posted` when it is posted, and in `over` one when each handle's work ends."""
 
     posted: Any
     over: list[Any]
@@ -60,7 +60,7 @@ class CallMarks(NamedTuple):
 
 @dataclass(slots=True)
 class MarkedStep:
-    """A marked step, from the previous step's end to its own.
+    """The marks taken in one step, from the previous step's end to this step's end.
 
     Attributes:
         step: step, counted from 1.

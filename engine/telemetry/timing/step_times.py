@@ -97,13 +97,13 @@ class StepTimes(StepWatcher):
         self._marks.end_step(next_is_marked=self._is_marked(self._step + 1))
 
     def on_step(self, step: int) -> TimeSplit | None:
-        """Evaluate step `step`, counted from 1, once the host has read the step's numbers.
+        """Add step `step`'s times, once the host has read the step's numbers. Steps count from 1.
 
-        The step before a line also sends this rank's times to rank 0.
+        If step `step + 1` has a printed line, this rank's times are also sent to rank 0.
 
         Returns:
-            On the logging rank, the split to print with this step's line. None if the step has no line
-            or no earlier step was measured for it, and on other ranks.
+            On the logging rank, the split to print with this step's line. None on other ranks, if the step has no line,
+            or if no earlier step was measured.
         """
         split = self._collect()
         marked = self._marks.take(step)

@@ -64,7 +64,7 @@ USUAL = len(SPANS)
 
 
 def span_of(activity: Activity) -> str | None:
-    """Find an activity's span in `SPANS`. None if the activity belongs to no step."""
+    """Name the span in `SPANS` to which an activity's time is added. None for validation, which belongs to no step."""
     part, instruction, wait = activity
     if part is StepPart.VALIDATION:
         return None
@@ -137,7 +137,7 @@ class PipelineStep:
     durations: list[float] = field(default_factory=list)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List `STEP_NUMBERS`, then `waits`, then `durations`. Here `begin` and `through` count from `met`.
+        """List the `STEP_NUMBERS` fields, then `waits`, then `durations`. `begin` and `through` are given relative to `met`.
 
         `waits` and `durations` are padded to `num_actions`.
         """

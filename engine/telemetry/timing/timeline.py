@@ -129,7 +129,7 @@ class Timeline:
 
 
 def _titled(instruction: Instruction, row: RowIdentity) -> tuple[str, str]:
-    """Choose an instruction's slice name and category."""
+    """Choose the name and category that the timeline shows for an instruction."""
     if isinstance(instruction, Action):
         return str(instruction), "action"
     return ", ".join(_transfer_name(transfer, row) for transfer in instruction.transfers), "transfer"

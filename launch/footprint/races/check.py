@@ -138,7 +138,7 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
 
 
 def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
-    """Replace the engine's copy lanes with watched streams."""
+    """Replace the streams on which the engine copies between device and host with watched streams."""
     engine.to_host = WatchedFromCuda(watch)
     resident = engine.optimizer.resident
     if isinstance(resident, InHostMemory):

@@ -173,7 +173,7 @@ class Region:
         return list(found.values())
 
     def _cut(self, at: int) -> int:
-        """Return the index of the cell that begins at byte `at`. If no cell begins there, a cell is cut."""
+        """Return the index of the cell that begins at byte `at`. If none begins there, split the cell that contains `at`."""
         index = bisect_left(self._starts, at)
         if at >= self.num_bytes or (index < len(self._starts) and self._starts[index] == at):
             return index

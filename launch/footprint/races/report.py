@@ -73,9 +73,9 @@ class Race:
 
 
 class Origins:
-    """A finder of the program line that posts an operator.
+    """Finds the program line that posts an operator.
 
-    It is the project's innermost line outside this package and `collectives`.
+    This line is the innermost line of this project on the call stack, outside this package and `collectives`.
     """
 
     def __init__(self) -> None:

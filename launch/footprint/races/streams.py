@@ -57,7 +57,7 @@ class CommunicatorStream:
 
 
 def _written(event: Event, use: TensorUse) -> Sequence[torch.Tensor]:
-    """Return what a call writes.
+    """Return the tensors that a call writes.
 
     An in-place all-gather leaves the member's own slice as it is (NCCL, "In-place Operations").
     """
@@ -187,7 +187,7 @@ class WatchedPageLock:
 
 
 class WatchedStaging(Staging):
-    """A process group's staging over gloo, as on a rank with a GPU. The staging's thread has its own clock."""
+    """A process group's copies through host memory for gloo, as on a rank with a GPU. The copying thread has its own clock."""
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
         self._watch = watch

@@ -37,8 +37,8 @@ class _Memory:
         watcher: weak reference that reports when the storage is freed.
         on_host: whether the storage is in host memory.
         shape: shape and dtype of the first tensor in the storage.
-        name, parts: name for reports, and the storage's parts as (first byte, end byte, name).
-        lent: numbers of streams that the allocator waits for before the memory is used again.
+        name, parts: name for reports, and the storage's named byte ranges as (first byte, end byte, name).
+        lent: `Stream.number` of each stream that the allocator waits for before it reuses the memory.
     """
 
     region: Region
@@ -51,11 +51,11 @@ class _Memory:
 
 
 class RaceWatch(TorchDispatchMode):
-    """A race detector that passes each dispatched operator to the clocks.
+    """A race detector that records each dispatched operator in the vector clocks of `Clocks`.
 
     Attributes:
-        current: stream that operators are posted on.
-        thread: host thread that runs.
+        current: stream on which dispatched operators run.
+        thread: host thread that runs now, as a stream.
         during: current pipeline instruction, for reports.
         sends_end: True: a send has ended when it is first queried. False: a send ends only when it is waited for.
     """
@@ -82,12 +82,12 @@ class RaceWatch(TorchDispatchMode):
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Names of the streams on which something was posted."""
+        """Names of the streams on which operators were posted."""
         return tuple(stream.name for stream in self._streams if stream.number in stream.clock)
 
     @property
     def races(self) -> list[Race]:
-        """Races found, each pair of program lines once."""
+        """The races found, one for each pair of program lines; `times` counts its repetitions."""
         return [replace(race, times=self._times[key]) for key, race in self._found.items()]
 
     def __exit__(self, *error: Any) -> None:
@@ -125,7 +125,7 @@ class RaceWatch(TorchDispatchMode):
     def post(
         self, stream: Stream, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
     ) -> Operator:
-        """Post an operator on a stream, and keep a race for each use that is not ordered after an earlier one."""
+        """Post an operator on a stream. Record a race with each unordered earlier use of the same bytes."""
         operator = self.clocks.post(stream, name, self._origins.of_caller(), self.during)
         self.num_operators += 1
         for tensor in read:
@@ -145,7 +145,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def as_thread(self, thread: Stream) -> Iterator[None]:
-        """Run the block as another host thread, which posts and waits on the clock of `thread`."""
+        """Run the block as the host thread `thread`; operators and waits use that thread's clock."""
         before, self.thread = self.thread, thread
         try:
             with self.on(thread):
@@ -161,13 +161,13 @@ class RaceWatch(TorchDispatchMode):
         self._know(tensor).lent.add(stream.number)
 
     def is_host_memory(self, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage as host memory that only the present thread has used."""
+        """Treat the tensor's storage as host memory that only the present thread has used so far."""
         memory = self._know(tensor)
         memory.on_host, memory.region = True, Region(memory.region.num_bytes, self.thread)
 
     @contextmanager
     def host_memory(self) -> Iterator[None]:
-        """Count new tensors as host memory. The present thread runs the operators that are dispatched in the block."""
+        """Treat storages created in the block as host memory. The block's operators run on the present thread."""
         before, self._making_for_host = self._making_for_host, True
         try:
             with self.on(self.thread):
@@ -187,7 +187,7 @@ class RaceWatch(TorchDispatchMode):
             self.clocks.wait(self.thread, self.clocks.record(self.current))
 
     def call(self, tensor: torch.Tensor, name: str, parts: Sequence[tuple[int, int, str]] = ()) -> None:
-        """Name a storage for reports, and its parts. Parts are (start, stop, name), in elements of the tensor."""
+        """Name a tensor's storage for reports. `parts` names element ranges in the storage, as (start, stop, name)."""
         memory = self._know(tensor)
         size = tensor.element_size()
         memory.name, memory.parts = name, [(start * size, stop * size, part) for start, stop, part in parts]

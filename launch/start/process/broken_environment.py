@@ -42,9 +42,9 @@ def _not_mapped(error: BaseException) -> bool:
 
 
 def _hidden(own: Sequence[str], others: Sequence[str]) -> list[str]:
-    """List the files in the folders `own` that hide another module.
+    """List the files in the folders `own` that hide other modules.
 
-    That is one of the standard library, or an installed package in the folders `others`.
+    The hidden modules are in the folders `others`, and belong to the standard library or to installed packages.
     """
     known = sys.stdlib_module_names | packages_distributions().keys()
     found = []

@@ -1,7 +1,7 @@
 """Find the rank whose failure ended a run, and describe it with the end of its log.
 
 When one rank dies, torchrun ends the others, and its peers fail by themselves a moment later. The first cause is a rank that
-torchrun did not end. Among several, it is the one seen dead first, then the one whose log stopped first.
+torchrun did not end. Among several, it is the one whose end torchrun saw first; at equal times, the one whose log stopped first.
 """
 
 import os
@@ -82,10 +82,10 @@ class RankFailure:
 def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
     """Return the report on the hang that ended the last attempt.
 
-    Return "" if it was already printed, and a sentence that says so if the ranks left no report.
+    The result is "" if rank 0 has already printed the report here. If there is no report, the result says that.
 
     Args:
-        failures: failures on this node only. If rank 0 is among them and wrote the report, this terminal has shown it.
+        failures: failures on this node only. If rank 0 ran here, it printed on this terminal the report that it wrote.
         logs: `runs/<name>/logs`.
         since_seconds: start of the run, in seconds since the epoch.
     """

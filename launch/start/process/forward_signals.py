@@ -4,7 +4,7 @@
     SIGINT again                        forwarded too; a rank that still runs after AT_ONCE_SECONDS is killed
     SIGHUP under nohup                  ignored, as it was when the launcher began
     SIGUSR2                             ends the ranks with SIGTERM, then SIGKILL
-    first row's signals, before ranks   end the launcher, even inside a call that does not return to Python
+    first row, but before ranks start   end the launcher, even inside a call that does not return to Python
 
 torchrun by itself would end the ranks 30 seconds after the signal, saved or not.
 """

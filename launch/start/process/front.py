@@ -1,6 +1,6 @@
 """Check the arguments and standard streams of a process that a person or a launcher has just started.
 
-closed descriptors   opened on /dev/null, so that no file of the run takes their number
+closed descriptors   opened on /dev/null, so that no file of the run becomes a standard stream
 secrets              redacted in everything that Python prints
 unwritable output    an error message instead of a traceback
 foreign bytes        an argument that is not UTF-8 is refused

@@ -37,7 +37,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO) -> TextIO:
-    """Open a lasting stream over the same descriptor; return `stream` itself if it has none."""
+    """Open a stream on the same descriptor that never blocks for long. Without a descriptor, return `stream` itself."""
     if stream is None:
         return stream
     with suppress(OSError):

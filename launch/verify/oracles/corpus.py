@@ -138,8 +138,8 @@ class _Samples:
     def row(self, sample_id: int) -> tuple[NDArray[Any], ...]:
         """Read one sample, as a row [s] for each array in `OracleBatch`.
 
-        Sample k of an epoch has the tokens k s .. k s + s - 1 in the epoch's shuffled documents. Each label is the token after its
-        own.
+        Sample k of an epoch has the tokens k s .. k s + s - 1 in the epoch's shuffled documents. The label of a
+        token is the next token.
         """
         epoch, place = divmod(sample_id, self._per_epoch)
         order = _permutation(len(self._documents), "documents", self._seed, epoch)

@@ -49,9 +49,9 @@ class _OnCpu(torch.overrides.TorchFunctionMode):
 
 
 def _type_on_cuda(name: str) -> str:
-    """Return the type name that Megatron-Core's optimizer expects for a tensor type.
+    """Return the CUDA type name that Megatron-Core's optimizer expects for a CPU tensor type.
 
-    Double counts as float, since the optimizer does not list double.
+    A double type becomes the float type, since the optimizer accepts no double.
     """
     name = name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
     return name.replace("DoubleTensor", "FloatTensor")

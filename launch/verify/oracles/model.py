@@ -41,7 +41,7 @@ class Oracle(Protocol):
         """Set the gradients to zero."""
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
-        """Compute every label's loss [b, s] with a graph, masked labels included. Gradients add up over backward calls."""
+        """Compute every label's loss [b, s] for autograd, masked labels included. Backward adds to the gradients."""
 
     def end_backward(self) -> None:
         """Finish the gradients after the last microbatch's backward."""

@@ -133,8 +133,9 @@ class Reference:
         If several ranks report the same tensor, each report's sums are divided by the number of these ranks.
 
         Raises:
-            ReportError: a rank has not closed its job, has a place outside the layout or another rank's, or reports no steps, more
-                than the reference or other than rank 0; a tensor's name or shape is not the reference's; or a tensor is missing.
+            ReportError: a rank has not closed its job, or its coordinates are outside the layout or are another rank's.
+            ReportError: a rank's number of steps is zero, above the reference's or unlike rank 0's.
+            ReportError: a tensor is missing, or its name or shape is not the reference's.
         """
         ranks = [self._read(folder, rank) for rank in range(sizes.world_size)]
         places: dict[tuple[int, ...], int] = {}

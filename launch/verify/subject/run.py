@@ -78,7 +78,7 @@ class SubjectTrial:
     Attributes:
         python: interpreter that runs the subject.
         trials: layouts of one small model, each compared with the smallest layout.
-        against: (engine, version) of a second engine to compare the reference with; (`OURS`,): our one process; empty: none.
+        against: (engine, version) of a second engine to compare the reference with; (`OURS`,): Triaxis in one process; empty: none.
         most_seconds: time limit for one run, in seconds.
     """
 
@@ -147,7 +147,7 @@ def subject_trial(
     dtype: str,
     most_seconds: int,
 ) -> SubjectTrial:
-    """Build a subject's layouts and a small model that all of them can cut.
+    """Build a subject's layouts, and a small model that all of them can divide among ranks.
 
     Args:
         path, overrides: config file and overrides as for training; layouts in them are ignored.
@@ -205,7 +205,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
 
 
 def named(sizes: Mapping[str, int]) -> str:
-    """Write a layout in words, such as `tp=2 dp=2`, without axes of one rank. No axis is left: `one process`."""
+    """Write a layout in words, such as `tp=2 dp=2`, without axes of one rank. If all have one, return `one process`."""
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 

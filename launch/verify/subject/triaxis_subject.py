@@ -78,7 +78,7 @@ class Job:
         return load_file(self._inputs / "weights.safetensors")
 
     def microbatches(self, step: int) -> list[MicroBatch]:
-        """Load the microbatches of a step's global batch, in order. Data-parallel ranks share them out."""
+        """Load all microbatches of a step's global batch, in order. Each data-parallel rank must choose its share."""
         with safe_open(self._inputs / "batches.safetensors", framework="pt") as batches:
             parts = [batches.get_tensor(f"{step}.{name}") for name in MicroBatch._fields]
         return [MicroBatch(*each) for each in zip(*parts, strict=True)]
@@ -117,7 +117,7 @@ class Job:
         self._steps.append({"loss": float(loss), "grad_norm": float(grad_norm), "num_tokens": num_tokens})
 
     def close(self, **place: int) -> None:
-        """Write the rank's place and steps, wait for all ranks, and end torch's process groups.
+        """Write the rank's coordinates and step results, wait for all ranks, and end torch's process groups.
 
         A rank that exits without this call can break its peers' run.
 

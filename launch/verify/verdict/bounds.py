@@ -9,9 +9,9 @@ roundings add e^2 to the variance. The running sum over k of them adds e^2 k / t
 
     variance of (layout - reference) <= e^2 (1 + t / 2) + e^2          bound = DRAWS e sqrt(2 + t / 2)
 
-where the last e^2 is the reference's own error. A small tensor may have a small error by luck. So e is at least its root mean
-square over all tensors of the same kind in the step. A moment averages the p-th power of gradients, so its relative error may be p
-times theirs. So a moment's e is at least p times the gradients' e in each step so far.
+where the last e^2 is the reference's own error. A small tensor may have a small error by luck. So e is raised to at least the
+root mean square of e over all tensors of the same kind in the step. A moment averages the p-th power of gradients, so its relative
+error may be p times the gradients' error. So a moment's e is at least p times the gradients' e in each step so far.
 """
 
 import math

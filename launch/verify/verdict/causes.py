@@ -341,7 +341,7 @@ def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
 
 
 def _of_same_kind(evidence: Evidence, differing: Sequence[Difference]) -> Mapping[str, Deviation]:
-    """Return all tensors of the differences' kind and step."""
+    """Return each tensor's deviation, by name, for the kind and step of the differences."""
     return evidence.tensors.get((differing[0].step, differing[0].what), {})
 
 

@@ -45,7 +45,7 @@ class Deviation:
 
     @property
     def error(self) -> float:
-        """Norm of the difference."""
+        """Euclidean norm of `got` - `wanted`."""
         return math.sqrt(self.error_square)
 
     @property

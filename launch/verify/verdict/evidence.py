@@ -76,13 +76,13 @@ class Evidence:
     """Everything that ranks and sub-layouts reported.
 
     Attributes:
-        parameters: the layout's treatment of each parameter, in forward order.
+        parameters: facts about each parameter in the layout, in forward order.
         reference: the one process's steps.
         ranks: the layout's reports.
         samples: samples that the one process read, by step; may be empty.
         noise: report from one process in a wider dtype, which measures rounding; None: the bound is a constant.
         routings: the one process's expert choices; may be empty.
-        are_whole: True: ranks report whole gradients, so that dp ranks may hold parts of a sum. False: each rank reports the parts
+        are_whole: True: ranks report whole gradients, which may be partial sums on dp ranks. False: each rank reports the parts
             that it owns, as ours do.
     """
 

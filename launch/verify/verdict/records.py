@@ -103,8 +103,8 @@ class RankReport:
     """Everything that one rank reports.
 
     Attributes:
-        coordinates: the rank's place on the axes pp, dp, cp and tp.
-        experts: the rank's place on edp, ep and etp.
+        coordinates: the rank's index on each of the axes pp, dp, cp and tp.
+        experts: the rank's index on each of edp, ep and etp.
         samples: samples by step, in reading order.
         routings: reports for the rank's expert layers.
     """
@@ -119,7 +119,7 @@ class RankReport:
     routings: tuple[RoutingReport, ...] = ()
 
     def place(self, axis: str) -> dict[str, int]:
-        """The coordinates that include `axis`. They are `coordinates` itself, or `experts` together with the pp index."""
+        """The rank's index on each axis of the mesh with `axis`: `coordinates`, or the pp index and `experts`."""
         if axis in self.coordinates:
             return self.coordinates
         return {"pp": self.coordinates["pp"], **self.experts}

@@ -32,7 +32,7 @@ class DeepSpeedRun:
 
     Attributes:
         fields: values under our names, each with the key that it comes from.
-        notes: what was left out, what is open, and what differs, as sentences.
+        notes: what was left out, what the file leaves open (`auto`), and which rates differ, as sentences.
     """
 
     fields: Fields
@@ -43,7 +43,7 @@ class DeepSpeedRun:
 class _Keys:
     """A file's entries by dotted name, and what reading them found.
 
-    `missing` holds the keys that train another model here, `left_out` all other keys without a counterpart, each with the reason.
+    `missing` and `left_out` map keys without a counterpart to the reason. Those in `missing` would change training.
     """
 
     entries: dict[str, Any]
@@ -56,7 +56,7 @@ class _Keys:
     fields: Fields = field(default_factory=dict)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return a value; None if it is open, and `default` if it is absent."""
+        """Return a key's value; None if it is `auto`, and `default` if the key is absent."""
         self.read.add(name)
         value = self.entries.get(name)
         if value == "auto":
@@ -66,7 +66,7 @@ class _Keys:
         return default if value is None else value
 
     def number(self, name: str, default: Any = None, *, is_count: bool = False) -> Any:
-        """Return a number, or as `value`; with `is_count` it must be whole and at least 1. None after a problem."""
+        """Return a key's number, as `value` does. With `is_count` it must be an integer >= 1. None after a problem."""
         value = self.value(name, default)
         if value is None:
             return None
@@ -82,14 +82,14 @@ class _Keys:
         return None
 
     def switch(self, name: str) -> bool | None:
-        """Return True or False, which is the default; None if it is open."""
+        """Return a key's boolean, by default False; None if it is `auto`."""
         value = self.value(name, default=False)
         if value is not None and not isinstance(value, bool):
             self.problems.append(f"{name} = {shown(value)}: must be true or false; it switches a feature. Correct it.")
         return None if value is None else value is True
 
     def put(self, ours: str, value: Any, name: str) -> None:
-        """Record a value of ours, and the key or the words that say where it comes from; None leaves the field open."""
+        """Record a value for the field `ours`, and its origin `name`, a key or a phrase. None records nothing."""
         if value is not None:
             section, key = ours.split(".")
             origin = name if " " in name or name in self.entries else f"DeepSpeed's default of {name}"
@@ -103,7 +103,7 @@ def from_deepspeed(keys: Mapping[str, Any], num_gpus: int, source: str, ignored:
         keys: content of the file.
         num_gpus: ranks of the run, for the batch rule.
         source: file name, for messages.
-        ignored: keys to leave out, which are unknown or would train another model.
+        ignored: keys to leave out: unknown ones, or ones without a counterpart that would change training.
 
     Raises:
         ConfigError: keys are malformed, contradict each other, are unknown or have no counterpart.
@@ -175,7 +175,7 @@ def _batches(found: _Keys, num_gpus: int) -> None:
 
 
 def _offload(found: _Keys) -> None:
-    """Read the place of the optimizer's state."""
+    """Read whether host memory holds the optimizer's state; NVMe is left out."""
     name = "zero_optimization.offload_optimizer"
     asked = found.value(name, {})
     device = asked.get("device", "none") if isinstance(asked, Mapping) else asked
@@ -304,7 +304,7 @@ def _schedule(found: _Keys, lr: float | None) -> None:
 
 
 def _others(found: _Keys, ignored: Sequence[str]) -> dict[str, list[str]]:
-    """Sort the keys that no field takes over; return those without effect, by topic."""
+    """Record unread keys as left out, missing or problems; return those without effect, by topic."""
     without_effect: dict[str, list[str]] = {}
     known = {*found.read, *WITHOUT_EFFECT, *LEFT_OUT, *REFUSED}
     for name in sorted(found.entries.keys() - found.read):
@@ -329,7 +329,7 @@ def _others(found: _Keys, ignored: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _broken(fields: Fields) -> list[str]:
-    """List values that their fields do not take, under the file's names."""
+    """List problems with values that their fields refuse, under the file's key names."""
     found = []
     for section, own in fields.items():
         kind = Config.section_type(section)

@@ -1,6 +1,6 @@
 """Keys of DeepSpeed's configuration that no field here takes over: without effect, left out, or refused.
 
-A key that trains another model is refused unless `--ignore` names it; all others are listed in the config's head.
+A key that would change training is refused unless `--ignore` names it. All others are listed in the config's head.
 """
 
 from collections.abc import Iterator, Mapping
@@ -116,7 +116,7 @@ def is_deepspeed(keys: Mapping[str, Any]) -> bool:
 
 
 def entries(keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key's dotted name and value; keys inside `CONTAINERS` are yielded one by one."""
+    """Yield each key's dotted name and value. A mapping is one value, unless its name is in `CONTAINERS`."""
     for key, value in keys.items():
         # Older files say bfloat16 for bf16.
         name = "bf16" if f"{prefix}{key}" == "bfloat16" else f"{prefix}{key}"

@@ -3,9 +3,9 @@
 A warm-up over W steps to the learning rate lr, and a decay to the floor at step T, have these rates:
 
 steps done before s   0    1 .. W                      after the warm-up
-linear, there         0    (s - 1) / W lr              as here, one step later
-cosine, there         0    (s - 1) / W lr              as here
-here                  (s + 1) / W lr, at most lr       from lr at W to the floor at T
+DeepSpeed's linear    0    (s - 1) / W lr              as ours, one step later
+DeepSpeed's cosine    0    (s - 1) / W lr              as ours
+ours                  (s + 1) / W lr, at most lr       from lr at W to the floor at T
 """
 
 import math
@@ -27,7 +27,7 @@ class DeepSpeedRates(NamedTuple):
     Attributes:
         kind: our name of the decay: `constant`, `linear` or `cosine`.
         lr: peak.
-        low: where the warm-up begins; of a cosine, as a share of lr.
+        low: rate at which the warm-up begins; for `cosine`, a share of lr.
         floor: rate at the end of the decay.
         warmup, total: `warmup_num_steps`, at least 2, and `total_num_steps`, 0 without a decay.
         is_log: the warm-up follows the logarithm of the step.
@@ -42,7 +42,7 @@ class DeepSpeedRates(NamedTuple):
     is_log: bool
 
     def rate(self, steps: int) -> float:
-        """Compute the rate of the step that starts after `steps` steps; the schedule moves after a step, not before it."""
+        """Compute the rate of the step that starts after `steps` steps. The first two steps have the same rate."""
         start = self.low * self.lr if self.kind == "cosine" else self.low
         done = max(0, steps - 1)
         if done < self.warmup:

@@ -104,8 +104,8 @@ def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str
 def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str, Keys]]:
     """Yield the place and content of each mapping with RoPE settings for layer type `kind`.
 
-    `has_scaling`: the file's `rope_scaling` applies to this type. If `rope_parameters` should be by layer type and is not,
-    the content is in an unknown field. It becomes a problem.
+    `has_scaling`: whether the file's `rope_scaling` applies to this type. If `rope_parameters` is not split by layer type
+    as it must be, it is yielded under an unknown key, which becomes a problem.
     """
     new, old = (keys.get(name) for name in OF_ROPE)
     if isinstance(new, Mapping):

@@ -250,7 +250,7 @@ def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str
 
 
 def text_keys(keys: Keys) -> Keys:
-    """Return a multi-part config's `text_config`, completed by outer keys in OF_BOTH, or all keys."""
+    """Return the language model's keys: `text_config` and the outer keys in OF_BOTH, or all keys without it."""
     text = keys.get("text_config")
     if not isinstance(text, Mapping):
         return keys
@@ -322,7 +322,7 @@ def _has_no_effect(key: str) -> bool:
 
 
 def passed_over(keys: Keys) -> list[str]:
-    """List, sorted, the keys without effect that the user is told of: generation settings, keys with `_` first, notes."""
+    """List, sorted, the ignored keys to report: generation settings, keys starting with `_`, versions, tools' keys."""
     return sorted(
         key
         for key in keys
@@ -331,7 +331,7 @@ def passed_over(keys: Keys) -> list[str]:
 
 
 def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
-    """Build notes on what was not read, such as parts that are no language model."""
+    """Build notes on keys that were not read, such as an image model's and those in `ignore`."""
     found, notes = passed_over(text_keys(keys)), []
     if "text_config" in keys:
         others = sorted(key for key, value in keys.items() if isinstance(value, Mapping) and key != "text_config")

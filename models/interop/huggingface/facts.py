@@ -1,4 +1,4 @@
-"""Accept unknown config.json keys that only repeat what the model is.
+"""Accept unknown config.json keys that agree with the model or have no effect.
 
 The columns give an example, what such a key says, and when it is accepted:
 
@@ -36,7 +36,7 @@ def is_note(key: str) -> bool:
 
 
 def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
-    """Whether an unknown key only repeats what the model is.
+    """Whether an unknown key agrees with the model or has no effect.
 
     Args:
         model: our `model` section as read so far.
@@ -55,9 +55,9 @@ def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
 
 
 def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
-    """List other values that also agree with the known value of a field.
+    """List other values that a file may give for a field whose value is `known`.
 
-    With linear RoPE scaling, the sample length x the scaling factor agrees too.
+    With linear RoPE scaling, sample length x scaling factor; otherwise none.
     """
     scaling = model.get("rope_scaling")
     is_before = name == "model.seq_length" and isinstance(scaling, Mapping) and scaling.get("type") == "linear"
@@ -65,7 +65,7 @@ def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
 
 
 def _has_bias(part: str, bias: str) -> bool | None:
-    """Whether a part, such as `attention`, has biases in a model whose `bias` field is given; None: unclear."""
+    """Whether a part, such as `attention`, has biases if `bias` is the value of `model.bias`; None: unclear."""
     if "head" in part or bias != "qkv":
         return bias == "all" and "head" not in part
     return True if any(word in part for word in ("att", "qkv", "q_proj", "k_proj", "v_proj")) else None

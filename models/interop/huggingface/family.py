@@ -31,11 +31,11 @@ class Naming:
     Attributes:
         first, last: names of the tensors before and after the layers.
         layer: names of the tensors in a layer, without our prefix `layers.N.` and without `layer_prefix`.
-        layer_prefix: prefix of their names in a layer, with {} for the layer number.
-        base_prefix: prefix of their names that is missing in files saved from a model without its head.
-        transposed: whether their linear layers are stored as [in, out].
-        interleaved: their names in `layer` of tensors whose heads end with RoPE's pairs as neighbouring rows, (2 i, 2 i + 1).
-        by_head: their names in `layer` of tensors with rows [heads, (query, key, value), d]. In all others, all queries come first.
+        layer_prefix: prefix of a layer's tensor names, with {} for the layer number.
+        base_prefix: name prefix that is missing in files saved from a model without its head.
+        transposed: whether weights of linear layers are stored as [in, out].
+        interleaved: family's names of tensors whose heads end with RoPE's pairs as neighbouring rows, (2 i, 2 i + 1).
+        by_head: family's names of tensors with rows [heads, (query, key, value), d]. In all others, all queries come first.
         experts: names of one expert's tensors in a layer, with {} for its number; names without {} hold all experts, [E, out, in].
         ahead: extra tensors in a multi-token prediction layer, besides those in `layer`; empty if the family has no such layers.
         copies: our tensors that a multi-token prediction layer duplicates, and the copies' names.

@@ -195,10 +195,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """Read each tensor's file from the index; {} if there is a model.safetensors.
+    """Read {tensor name: file name} from the index; {} if there is a model.safetensors.
 
     Raises:
-        CheckpointError: there is neither, or the index is damaged or names files outside the folder.
+        CheckpointError: both are missing, or the index is damaged or names files outside the folder.
     """
     if (folder / SINGLE).is_file():
         return {}

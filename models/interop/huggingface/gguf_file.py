@@ -76,7 +76,7 @@ class GgufFile:
     """The tensors in a GGUF file, under their family's names.
 
     Attributes:
-        folder: path of the file, named as in `WeightFiles`.
+        folder: path of the GGUF file; `WeightFiles` has this attribute for its folder.
         keys: the equivalent config.json keys.
         tensors: shape and dtype of each tensor as `read` returns it, by name. A tensor that the family lacks keeps its GGUF name.
         notes: which quantizations were expanded, as text for the user.

@@ -1,6 +1,6 @@
 """List the tensor names in Hugging Face models, by family.
 
-Each table row pairs our tensors' names with the names of theirs that hold the same numbers (`Table` in `family.py`).
+Each table row pairs names of our tensors with Hugging Face names of tensors that hold the same numbers (`Table` in `family.py`).
 `families.py` lists the sources.
 """
 

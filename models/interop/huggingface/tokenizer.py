@@ -144,7 +144,7 @@ class ExportedTokenizer:
     def ids_of_model(self) -> dict[str, int | None]:
         """Token ids for config.json.
 
-        `pad_token_id` is None, because transformers never trains the embedding of a token given there.
+        `pad_token_id` is None, because transformers never trains the embedding of the padding token.
         """
         return {key: self.ids.get(key) for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": None}
 
@@ -204,7 +204,7 @@ def export_tokenizer(name: str, tokenizer: Tokenizer, *, max_length: int, is_imp
 
 
 def _wanted(named: Mapping[str, str | None], tokenizer: JsonTokenizer, unknown: str | None) -> dict[str, str | None]:
-    """Choose the token for each role, where `named` are the folder's tokens.
+    """Choose the export's bos, eos, pad and unk tokens. `named` has the folder's tokens by role.
 
     `eos` is the token that ended documents in training. A missing `pad` becomes `eos`, a missing `unk` becomes `unknown`.
     """

@@ -59,18 +59,18 @@ OF_LANGUAGE = "language_model."
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Tensors, ours and theirs, that hold the same numbers.
+    """Our tensors and the Hugging Face tensors that hold the same numbers.
 
     Attributes:
         ours: our specs. Concatenated in this order along the output dim, their tensors give one matrix.
-        theirs: names of their tensors, which are equal parts of that matrix, in order.
-        transposed: whether their matrices are stored as [in, out].
-        num_heads: number of heads if their rows are ordered [heads, parts, d]; 0 if the rows are ordered part by part, as ours
-            always are.
+        theirs: names of the Hugging Face tensors, equal parts of that matrix, in order.
+        transposed: whether Hugging Face stores the matrices as [in, out].
+        num_heads: number of heads if the Hugging Face rows are ordered [heads, parts, d]; 0 if they are ordered part by part, as
+            ours always are.
         num_experts: number of experts E if `ours` is one tensor of all experts, otherwise 0. With experts, `theirs` lists equally
             many tensors for each expert, expert by expert, or one tensor [E, out, in].
         row_order: order of rows within each group of `len(row_order)` rows; empty if the order is the same. Row i of our group is
-            row `row_order[i]` of theirs.
+            row `row_order[i]` of the Hugging Face group.
     """
 
     ours: tuple[ParamSpec, ...]
@@ -82,17 +82,17 @@ class Exchange:
 
     @property
     def is_by_expert(self) -> bool:
-        """Whether each of their tensors belongs to one expert."""
+        """Whether each Hugging Face tensor belongs to one expert."""
         return 0 < self.num_experts <= len(self.theirs)
 
     def by_expert(self) -> Iterator[tuple[int, Names]]:
-        """Yield each expert's index and its tensors' names; nothing if each of their tensors holds all experts."""
+        """Yield each expert's index and Hugging Face tensor names; nothing if each tensor holds all experts."""
         count = len(self.theirs) // self.num_experts if self.num_experts else 0
         for expert in range(self.num_experts if self.is_by_expert else 0):
             yield expert, self.theirs[expert * count : (expert + 1) * count]
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Convert our tensors, ordered as `ours`, to theirs, ordered as `theirs`."""
+        """Convert our tensors, ordered as `ours`, to the Hugging Face tensors, ordered as `theirs`."""
         parts = [tensor.reshape(_matrix_shape(spec)) for spec, tensor in zip(self.ours, tensors, strict=True)]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
@@ -104,7 +104,7 @@ class Exchange:
         return [self._transpose(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Convert their tensors, ordered as `theirs`, to ours, ordered as `ours`."""
+        """Convert the Hugging Face tensors, ordered as `theirs`, to our tensors, ordered as `ours`."""
         parts = [self._transpose(tensor if tensor.ndim < 3 else tensor.flatten(0, 1)) for tensor in tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
@@ -115,7 +115,7 @@ class Exchange:
         return [part.reshape(spec.shape) for spec, part in zip(self.ours, cut, strict=True)]
 
     def plans(self, dtype: torch.dtype) -> list[TensorPlan]:
-        """List the names and shapes of their tensors, with weights in `dtype`."""
+        """List the Hugging Face tensors' names and shapes, with weights in `dtype`."""
         nothing = [torch.empty(spec.shape, device="meta") for spec in self.ours]
         shapes = [tuple(tensor.shape) for tensor in self.to_theirs(nothing)]
         return [TensorPlan(name, shape, format_name(dtype)) for name, shape in zip(self.theirs, shapes, strict=True)]
@@ -336,9 +336,9 @@ class Export:
     def tensors(
         self, on_tensor: Callable[[int], None] = lambda num_bytes: None, which: WhichWeights = "trained"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield their tensors' names and values in the saved dtype, one exchange in memory at a time.
+        """Yield the Hugging Face tensors' names and values in the saved dtype.
 
-        `on_tensor` receives the number of bytes read from the checkpoint.
+        One exchange is in memory at a time. `on_tensor` receives the number of bytes read from the checkpoint.
         """
         for exchange in self.exchanges:
             ours = [read_weights(self.candidate, spec.name, which) for spec in exchange.ours]
@@ -419,7 +419,7 @@ def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
     """Find the function from the family's tensor names to the files' names.
 
     The files' names lack a prefix if the model was saved without its head. In a model of several parts, the files' names have one
-    more prefix. Before transformers 5, the extra prefix starts the whole name.
+    more prefix. It follows the first prefix, or starts the name in files older than transformers 5.
     """
     base = naming.base_prefix
     embedding = naming.first[0][1][0]
@@ -455,7 +455,7 @@ def _place_behind(name: str, model: ModelConfig, family: Family) -> int | None:
 
 
 def _is_left_out(name: str, model: ModelConfig, family: Family) -> bool:
-    """Whether a tensor's layer comes after all layers, multi-token prediction included."""
+    """Whether a tensor's layer comes after the model's last layer, counting multi-token prediction layers."""
     place = _place_behind(name, model, family)
     return place is not None and place >= model.num_mtp_layers
 

@@ -153,7 +153,7 @@ def attention_differences(model: ModelConfig) -> Iterator[str]:
 
 
 def attention_args(model: ModelConfig) -> dict[str, Any]:
-    """Build Megatron-LM's attention arguments for a model without `attention_differences`."""
+    """Build Megatron-LM's attention arguments. `attention_differences` must yield nothing for the model."""
     kinds = model.kinds[: model.num_layers]
     rotary = next((kind.rotary for kind in kinds if kind.rotary is not None), None)
     scaling = None if rotary is None else rotary.scaling

@@ -309,7 +309,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
 
 
 def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """List the settings that make the same weights compute other outputs.
+    """List differing model settings that change the outputs of the same weights.
 
     Args:
         section: `model` section read from Megatron-LM's arguments.

@@ -290,7 +290,7 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Stored], frozenset[str]]:
 
 
 def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Raise ValueError if a file's chunks reach past its end or exceed its size.
+    """Raise ValueError if a chunk reaches past its file's end, or a file's chunks together exceed its size.
 
     Missing files are skipped.
     """

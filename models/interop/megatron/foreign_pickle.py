@@ -11,7 +11,7 @@ Time and memory are bounded by the input's length:
 
 - An archive may not unpack to more bytes than the archive itself has.
 - A tensor may not have more elements than its storage.
-- A pickle may not number its objects beyond its own length.
+- A pickle may not use a memo index above its own length in bytes.
 - Dict keys and set members are checked before they are hashed, since hashing 60 nested tuples can take thousands of years. Only the
   pure-Python unpickler, `pickle._Unpickler`, allows such a check.
 """
@@ -114,7 +114,7 @@ def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source:
 
 
 def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Refuse an archive with compressed entries, or that claims more bytes than it has."""
+    """Refuse an archive whose entries are compressed, or claim more bytes than the archive has."""
     entries = archive.infolist()
     if packed := next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None):
         raise zipfile.BadZipFile(f"{shown(packed.filename)} in it is compressed, which torch.save never does")
@@ -123,7 +123,7 @@ def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
 
 
 def _check_numbers(content: bytes) -> None:
-    """Refuse a pickle that numbers an object beyond its own length. Python would allocate a table that large at once."""
+    """Refuse a pickle with a memo index above its length in bytes. Python would allocate a table that large at once."""
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(content):
             raise pickle.UnpicklingError(f"object number {argument:,} in {len(content):,} bytes")

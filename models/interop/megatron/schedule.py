@@ -1,6 +1,6 @@
 """Convert Megatron-LM's learning-rate arguments to ours, and back.
 
-Each of their styles (first line) becomes one of our schedules (second line):
+Each Megatron-LM style (first line) becomes one of our schedules (second line):
 
 lr_decay_style    constant, linear, cosine     inverse-square-root     WSD with lr_wsd_decay_iters, lr_wsd_decay_style
 lr_schedule       the same                     inverse_sqrt            wsd with cooldown_tokens, cooldown_shape

@@ -213,7 +213,7 @@ def _number(value: Any, source: TorchDist, what: str) -> int:
 
 
 def _scalar(value: Any, source: TorchDist, what: str) -> float:
-    """Read a finite number that is at least 0, and keep an int."""
+    """Read a finite number >= 0, which may be saved as a one-element tensor. An int stays an int."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

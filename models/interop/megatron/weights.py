@@ -102,8 +102,8 @@ class Parameter:
     Attributes:
         ours: names and shapes of our tensors: one, or q and kv.
         short: our first tensor's name, without the layer prefix.
-        layer: (index of its layer, number of layers); None if it is not in one of the decoder's layers.
-        ahead: index of its layer among the multi-token prediction layers, from 0; None if it is in none of these.
+        layer: (index of its layer, number of layers); None if it is outside the decoder's layers.
+        ahead: index of its layer among the multi-token prediction layers, from 0; None if it is outside these.
         shape: Megatron-Core's shape, without the leading dim for stacked layers and without padding.
     """
 
@@ -180,7 +180,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
     """Check that a checkpoint has the model's tensors, and no other weights.
 
-    It needs the weights themselves, and tensors of each kind in `prefixes`.
+    Each parameter needs a tensor for its weights, and one for each kind in `prefixes`.
 
     Raises:
         CheckpointError: tensors are missing, unknown, or have the wrong shape.
@@ -212,8 +212,8 @@ def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
 def optimizer_format(source: TorchDist) -> str | None:
     """Find the storage format of the optimizer state, as Megatron-Core spells it.
 
-    None if the checkpoint has no optimizer state. If no format is recorded, the result is fully_reshardable with moments by
-    parameter name, else unknown.
+    None if the checkpoint has no optimizer state. If no format is recorded, the result is fully_reshardable if keys
+    name each parameter's moments, else unknown.
     """
     keys = (*source.tensors, *source.objects)
     if not any(key.startswith("optimizer.") or ".optimizer." in key for key in keys):
@@ -379,7 +379,7 @@ def _misfit(source: TorchDist, parameter: Parameter, place: _Place, key: str) ->
 
 
 def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> torch.Tensor:
-    """Read one key's part of a parameter, without rows that our tensor lacks."""
+    """Read a key's tensor, or the parameter's layer of a stacked one, without rows that our tensor lacks."""
     stored, shape = source.tensors[key].shape, _expected(source, parameter, place, key)
     first: Box = ()
     if place.stacked and parameter.layer is not None:

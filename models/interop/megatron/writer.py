@@ -1,7 +1,7 @@
 """Write checkpoints in Megatron-Core's `torch_dist` format, chunk by chunk.
 
-The format is in `files.py`. `.metadata` pickles torch.distributed.checkpoint's own records, as Megatron-Core expects. One process
-writes, and holds one chunk at a time.
+`files.py` describes the format. `.metadata` pickles torch.distributed.checkpoint's own records, as Megatron-Core expects. One
+process writes, and holds one chunk at a time.
 """
 
 import argparse

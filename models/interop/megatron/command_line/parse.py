@@ -93,8 +93,8 @@ def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
 
     Args:
         words: words from `words_of`; a launcher and the script's name, such as pretrain_gpt.py, are skipped.
-        ignored: names of arguments, without leading dashes, to skip with all their values if unknown. Those without effect or
-            counterpart may then have any number of values.
+        ignored: argument names without leading dashes. Unknown ones are skipped with all their values. Those without effect or
+            counterpart may have any number of values.
     """
     parsed = Parsed({flag.dest: flag.default for flag in FLAGS.values()})
     values: dict[str, list[str]] = {}
