@@ -153,7 +153,7 @@ def step_gemms(config: Config) -> list[Gemm]:
 def layers_gemms(config: Config) -> list[Gemm]:
     """Return the products of a microbatch's forward in all layers."""
     sizes = parallel_sizes(config)
-    return [gemm for layer in range(config.model.num_layers) for gemm in layer_gemms(config, sizes, layer)]
+    return [gemm for layer in range(config.model.num_layers) for gemm in layer_gemms(config, sizes, layer).values()]
 
 
 def _moved(golden: Golden, work: Work, card: str) -> dict[str, tuple[float, int]]:

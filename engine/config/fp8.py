@@ -1,5 +1,6 @@
 """The `precision.fp8` section and its rules: linear layers whose GEMMs take FP8 operands."""
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from triaxis.engine.config.counts import Count
+from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
 if TYPE_CHECKING:  # the tree imports every section
@@ -93,12 +95,8 @@ def fp8_linears(config: "Config") -> tuple[str, ...]:
 def linears_of(config: "Config", layer: int) -> list[str]:
     """List the names of a layer's linear layers that may be in FP8: in its attention, and in its MLP or shared experts."""
     model = config.model
-    attention = ["attention.qkv"] if model.mla is None else ["attention.down", "attention.q_up"]
-    up = "gate_up" if model.activation_kind.is_gated else "up"
-    has_experts = model.layer_kind(layer).has_experts
-    has_shared = model.moe is not None and model.moe.shared_experts > 0
-    mlps = ["mlp"] if not has_experts else ["mlp.shared"] if has_shared else []
-    return [*attention, "attention.proj", *(f"{mlp}.{name}" for mlp in mlps for name in (up, "down"))]
+    names = [product.name for product in layer_products(model, model.layer_kind(layer)) if product.may_be_fp8]
+    return [re.sub(r"(mlp.*)\.up$", r"\1.gate_up", name) for name in names] if model.activation_kind.is_gated else names
 
 
 def fp8_has_layers(subject: Subject) -> Iterator[Problem]:

@@ -13,6 +13,8 @@ A backward has twice as many FLOPs in each row, so each row's share of the work 
 
 from typing import TYPE_CHECKING
 
+from triaxis.engine.config.layer_products import token_weights
+
 if TYPE_CHECKING:  # the sections import the plan, which imports this module
     from triaxis.engine.config.attention_kinds import LayerKind
     from triaxis.engine.config.model import ModelConfig
@@ -29,41 +31,9 @@ def flops_of_a_key(model: "ModelConfig") -> int:
     return 2 * model.num_attention_heads * (model.head_size + model.value_size)
 
 
-def attention_weights(model: "ModelConfig") -> int:
-    """Count the weights in the GEMMs before and after a layer's attention."""
-    a, d, h, mla = model.num_attention_heads, model.head_size, model.hidden_size, model.mla
-    if mla is None:
-        return 2 * (a + model.kv_heads) * d * h
-    queries = (mla.q_lora_rank or h) * a * d
-    return mla.latent_size * h + queries + made_from_latents(model) + a * mla.v_head_dim * h
-
-
-def made_from_latents(model: "ModelConfig") -> int:
-    """Count the weights that compute keys and values from latents; recomputing attention repeats their GEMM too. 0: no latents."""
-    mla = model.mla
-    if mla is None:
-        return 0
-    return mla.kv_lora_rank * model.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-
-
 def layer_weights(model: "ModelConfig", kind: "LayerKind") -> int:
-    """Count the weights in a layer's GEMMs that one token is multiplied with; of routed experts, only the token's k count."""
-    router = 0 if model.moe is None or not kind.has_experts else model.moe.num_experts * model.hidden_size
-    mlp = (model.activation_kind.num_inputs + 1) * mlp_width(model, kind) * model.hidden_size
-    return attention_weights(model) + router + mlp + model.own_costs.weights
-
-
-def projection_weights(model: "ModelConfig", kind: "LayerKind") -> int:
-    """Count the weights in a multi-token prediction layer's projection, [h, 2 h], which joins an embedding and a hidden state."""
-    return 2 * model.hidden_size * model.hidden_size if kind.is_mtp else 0
-
-
-def mlp_width(model: "ModelConfig", kind: "LayerKind") -> int:
-    """Inner width that a token passes through: the MLP's, or the sum over its k experts and the shared ones."""
-    moe = model.moe
-    if moe is None or not kind.has_experts:
-        return model.ffn_size
-    return moe.top_k * moe.ffn_hidden_size + moe.shared_size
+    """Count the weights in a layer's GEMMs that one token is multiplied with."""
+    return sum(token_weights(model, kind).values()) + model.own_costs.weights
 
 
 def layers_forward_flops(model: "ModelConfig") -> tuple[int, ...]:
@@ -78,7 +48,7 @@ def head_forward_flops(model: "ModelConfig") -> int:
     """
     head = 2 * model.hidden_size * model.padded_vocab_size
     ahead = model.kinds[model.num_layers :]
-    return head + sum(_of_layer(model, kind) + 2 * projection_weights(model, kind) + head for kind in ahead)
+    return head + sum(_of_layer(model, kind) + head for kind in ahead)
 
 
 def _of_layer(model: "ModelConfig", kind: "LayerKind") -> int:

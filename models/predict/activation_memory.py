@@ -35,12 +35,13 @@ from fractions import Fraction
 
 from triaxis.engine.config.attention_kinds import LayerKind, Rotary
 from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.layer_products import Product, layer_products
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.experts.memory import BACKWARD as MLP_BACKWARD
 from triaxis.models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms
 from triaxis.models.predict.fp8_terms import is_in_fp8, kept_in_fp8, remembered_terms, sends_fp8
-from triaxis.models.predict.latent_terms import BEHIND_LATENTS, deferred_latents
+from triaxis.models.predict.latent_terms import BEHIND_LATENTS
 from triaxis.models.predict.layer_terms import (
     all_terms,
     attention_part,
@@ -49,8 +50,16 @@ from triaxis.models.predict.layer_terms import (
     norm_terms,
     per_token,
 )
-from triaxis.models.predict.mtp_terms import BEHIND_PROJECTION, INPUTS, deferred_joining, embedding_terms, joining_terms
-from triaxis.models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input, tokens_of_microbatch
+from triaxis.models.predict.mtp_terms import BEHIND_PROJECTION, INPUTS, embedding_terms, joining_terms
+from triaxis.models.predict.terms import (
+    BYTES_PER_ELEMENT,
+    INDEX_BYTES,
+    Sizes,
+    Term,
+    column_input,
+    keeps_gathered,
+    tokens_of_microbatch,
+)
 from triaxis.models.specs import StageContents
 
 LOSS_MASK = "mask"
@@ -153,40 +162,38 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
     of row-parallel layers are held as shards.
     """
     at, model = Sizes.of(config, sizes), config.model
-    nothing = Fraction(0)
-    shard = at.w * at.h * at.shard
-    entered = Fraction(at.w * at.h) if config.recompute.gathered_inputs == "keep" else shard
-    columns = at.w * model.activation_kind.num_inputs * at.f
-    # A parallel block's branches share one input and one gradient, unless a branch has its own operator in between.
-    is_one_input = model.parallel_block and not model.norms_before and entered == shard
-    is_scaled = model.residual_multiplier != 1.0
-    is_one_gradient = model.parallel_block and not (model.hidden_dropout or model.norms_after or is_scaled)
-    is_one_gradient = is_one_gradient and not (is_in_fp8(config, layer) and sends_fp8(config, at))
-    if model.mla is not None:
-        before = deferred_latents(config, at, model.mla)
-    else:
-        before = [
-            Term("attention.qkv", "input", nothing, entered),
-            Term("attention.qkv", "gradient", nothing, at.w * (at.q + 2 * at.kv)),
-        ]
-    mlp = [
-        Term("mlp.up", "input", nothing, nothing if is_one_input else entered),
-        Term("mlp.up", "gradient", nothing, columns),
-        Term("mlp.down", "input", nothing, at.w * at.f),
-        Term("mlp.down", "gradient", nothing, shard),
-    ]
-    if model.layer_kind(layer).has_experts:
-        mlp = deferred_expert_terms(config, at, sizes, load)
-        is_one_gradient = is_one_gradient and any(term.module == "mlp.shared.down" for term in mlp)
-    terms = [
-        *(deferred_joining(at) if model.layer_kind(layer).is_mtp else []),
-        *before,
-        Term("attention.proj", "input", nothing, at.w * at.out),
-        Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
-        *mlp,
-    ]
+    kind, is_kept_gathered = model.layer_kind(layer), keeps_gathered(config, at)
+    products = layer_products(model, kind, sizes.tp)
+    terms = [term for product in products for term in _operands(config, at, product)]
+    # A tensor is listed once: as the input of another product, or as the gradient that a parallel block's branches share unless a
+    # branch has its own operator in between.
+    listed = set[tuple[str, str]]()
+    if model.mla is not None and model.mla.q_lora_rank is None and not is_kept_gathered:
+        listed.add(("attention.q_up", "input"))
+    if model.parallel_block and not (model.norms_before or is_kept_gathered):
+        listed.add(("mlp.up", "input"))
+    is_sent_in_fp8 = is_in_fp8(config, layer) and sends_fp8(config, at)
+    is_scaled = model.hidden_dropout or model.norms_after or model.residual_multiplier != 1.0 or is_sent_in_fp8
+    if model.parallel_block and not is_scaled and products[-1].name != "attention.proj":
+        listed.add(("attention.proj", "gradient"))
+    terms = [term for term in terms if (term.module, term.tensor) not in listed]
+    terms += deferred_expert_terms(config, at, sizes, load) if kind.has_experts else []
     parts = config.recompute.parts_made_again
     return kept_in_fp8(config, at, terms, parts) if is_in_fp8(config, layer) else terms
+
+
+def _operands(config: Config, at: Sizes, product: Product) -> list[Term]:
+    """List a product's input and output gradient; with sequence parallelism both are shards outside tp."""
+    outside = {
+        "column": (Fraction(1) if keeps_gathered(config, at) else at.shard, Fraction(1)),
+        "row": (Fraction(1), at.shard),
+        "own": (at.shard, at.shard),
+        "latents": (Fraction(at.c), Fraction(at.c)),
+    }[product.kind]
+    return [
+        Term(product.name, tensor, Fraction(0), at.w * width * share)
+        for tensor, width, share in zip(("input", "gradient"), (product.k, product.n), outside, strict=True)
+    ]
 
 
 def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED) -> int:

@@ -20,7 +20,7 @@ from fractions import Fraction
 from triaxis.engine.config.attention_kinds import LayerKind
 from triaxis.engine.config.mla import MLAConfig
 from triaxis.engine.config.tree import Config
-from triaxis.models.predict.terms import Sizes, Term
+from triaxis.models.predict.terms import Sizes, Term, keeps_gathered
 
 NOTHING = Fraction(0)
 
@@ -50,9 +50,9 @@ def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, 
         width = at.w * mla.q_lora_rank
         kept = Term("attention.q_up", "input", NOTHING, Fraction(width))
         terms.append(
-            kept if _keeps_gathered(config, at) else Term("attention.q_up", "input", NOTHING, width * at.shard, "norm")
+            kept if keeps_gathered(config, at) else Term("attention.q_up", "input", NOTHING, width * at.shard, "norm")
         )
-    elif _keeps_gathered(config, at):
+    elif keeps_gathered(config, at):
         terms.append(Term("attention.q_up", "input", NOTHING, Fraction(at.w * at.h)))
     is_explicit = config.kernels.attention == "explicit"
     if is_explicit and not is_core_again:
@@ -73,32 +73,6 @@ def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, 
         Term("attention", "v", at.w * at.out, values * at.c, "attention"),
     ]
     return [*terms, Term("attention", "padded output", NOTHING, q, "attention")] if is_padded else terms
-
-
-def deferred_latents(config: Config, at: Sizes, mla: MLAConfig) -> list[Term]:
-    """List the tensors held for the deferred weight gradients of the products before attention."""
-    own = at.w * at.h * at.shard
-    kept = _keeps_gathered(config, at)
-    if mla.q_lora_rank is None:
-        q_input = Fraction(at.w * at.h) if kept else NOTHING
-    else:
-        q_input = at.w * mla.q_lora_rank * (Fraction(1) if kept else at.shard)
-    return [
-        Term("attention.down", "input", NOTHING, own),
-        Term("attention.down", "gradient", NOTHING, at.w * mla.latent_size * at.shard),
-        Term("attention.q_up", "input", NOTHING, q_input),
-        Term("attention.q_up", "gradient", NOTHING, at.w * at.q),
-        Term("attention.kv_up", "input", NOTHING, Fraction(at.w * mla.kv_lora_rank * at.c)),
-        Term(
-            *("attention.kv_up", "gradient", NOTHING),
-            at.w * at.heads * (mla.qk_nope_head_dim + mla.v_head_dim) * at.c,
-        ),
-    ]
-
-
-def _keeps_gathered(config: Config, at: Sizes) -> bool:
-    """Whether the query product's input is kept whole, as gathered over tp, and not as a shard."""
-    return config.recompute.gathered_inputs == "keep" and at.shard != 1
 
 
 def _pads_values(config: Config, mla: MLAConfig) -> bool:

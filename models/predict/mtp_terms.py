@@ -29,12 +29,6 @@ def joining_terms(config: Config, at: Sizes) -> list[Term]:
     ]
 
 
-def deferred_joining(at: Sizes) -> list[Term]:
-    """List the tensors held for the projection's deferred weight gradient."""
-    nothing, shard = Fraction(0), at.w * at.h * at.shard
-    return [Term("mtp.projection", "input", nothing, 2 * shard), Term("mtp.projection", "gradient", nothing, shard)]
-
-
 def embedding_terms(config: Config, at: Sizes) -> list[Term]:
     """List the tensors that a word embedding keeps: row indices, which rows the rank holds, and the dropout mask."""
     dropped, whole = at.h * at.shard, at.w * at.h * at.shard

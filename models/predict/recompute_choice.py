@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from triaxis.engine.config.activations import RecomputeConfig, recomputed_parts_exist
+from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.section import Subject
-from triaxis.engine.config.stage_work import made_from_latents
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.experts.memory import columns_per_token
@@ -125,7 +125,8 @@ def _work(config: Config, sizes: ParallelSizes, part: str) -> tuple[Fraction, Fr
     if part == "mlp":
         return at.w * (at.h + columns), Fraction(2 * at.h * columns)
     # A causal kernel does half the work of the two GEMMs. Explicit scores go to memory and back with each operator.
-    gemms, made = 2 * (at.q + at.out) * at.s, made_from_latents(model) * at.heads / model.num_attention_heads * at.c
+    products = layer_products(model, model.layer_kind(usual_layer(config)), sizes.tp)
+    gemms, made = 2 * (at.q + at.out) * at.s, sum(each.weights * at.c for each in products if each.kind == "latents")
     if config.kernels.attention != "explicit":
         return at.w * (at.q + at.out + 2 * at.kv), gemms / 2 + 2 * made
     scores = at.heads * at.s
@@ -160,12 +161,11 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
     activated = _activated(config, sizes, at)
     moved = at.w * (3 * at.h + at.q + at.out + 2 * at.kv + activated + 6 * at.h * at.shard + 2 * latents * at.shard)
     moved += at.w * 4 * at.h * at.shard * config.model.norms_after
-    if config.model.mla is None:
-        flops = 2 * at.h * (2 * at.q + 2 * at.kv + activated)
-    else:
-        # Attention's price already includes the products from key latents.
-        queries = (config.model.mla.q_lora_rank or at.h) * at.q
-        flops = 2 * (at.h * (latents * at.shard + at.out + activated) + queries)
+    products = layer_products(config.model, config.model.layer_kind(usual_layer(config)), sizes.tp)
+    # Attention's price already includes the products from key latents, and that of `mlp` the first product.
+    share = {"column": Fraction(1), "row": Fraction(1), "own": at.shard}
+    weights = sum(each.weights * share.get(each.kind, 0) for each in products if each.name.startswith("attention."))
+    flops = 2 * (weights + at.h * activated)
     return moved + sum(moved for moved, _ in work) + (flops + sum(flops for _, flops in work)) / FLOPS_PER_BYTE
 
 

@@ -108,7 +108,12 @@ def column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term
     If the input is kept as a shard, the part named `part` computed it, and recomputing that part replaces it. If the gathered
     input is kept, no part can recompute it.
     """
-    own, gathered = at.w * at.h * at.shard, Fraction(at.w * at.h)
-    if config.recompute.gathered_inputs == "keep" and own != gathered:
-        return Term(module, "input", own, gathered)
+    own = at.w * at.h * at.shard
+    if keeps_gathered(config, at):
+        return Term(module, "input", own, Fraction(at.w * at.h))
     return Term(module, "input", own, own, part)
+
+
+def keeps_gathered(config: Config, at: Sizes) -> bool:
+    """Whether column-parallel layers keep their input as gathered over tp, not a shard of it."""
+    return config.recompute.gathered_inputs == "keep" and at.shard != 1

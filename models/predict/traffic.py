@@ -44,6 +44,7 @@ from triaxis.engine.comm.ledger import (
 )
 from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
 from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
+from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.plan import batch_plan, local_seq_length, part_length
 from triaxis.engine.config.state_plan import ITEMSIZE, layout_of, main_grad_dtype
@@ -179,42 +180,37 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
     element = BYTES_PER_ELEMENT[config.precision.dtype]
     tokens = tokens_of_microbatch(config)
     layers, recomputed = stage.layers, recomputed_layers(config, stage)
-    # Attention and an MLP are a branch each, of a column- and a row-parallel layer; experts alone are none.
-    mlps = [layer for layer in layers if _has_mlp(config, layer)]
-    repeated_mlps = [layer for layer in layers[:recomputed] if _has_mlp(config, layer)]
-    branches, repeated = len(layers) + len(mlps), recomputed + len(repeated_mlps)
-    embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
-    *attention, of_mlp = _entries(config)
-    entries = [
-        *((each, layers, layers[:recomputed]) for each in attention),
-        (of_mlp, mlps, repeated_mlps),
-    ]
-    if config.parallel.sequence_parallel:
-        again = 0 if config.recompute.gathered_inputs == "keep" else 1
-        in_fp8 = fp8_layers(config) if config.precision.fp8 is not None and config.precision.fp8.gather == "fp8" else ()
+    is_cut, mla = config.parallel.sequence_parallel, config.model.mla
+    regathered = config.recompute.gathered_inputs != "keep"
+    deferred = _deferred_microbatches(config, sizes, number)
+    in_fp8 = fp8_layers(config) if config.precision.fp8 is not None and config.precision.fp8.gather == "fp8" else ()
 
-        def gather(layers: Sequence[int], width: int, *, calls: int, is_of_product: bool = True) -> None:
-            """Add `calls` gathers per layer, each of `width` elements per token; FP8 layers may gather a product's input in FP8."""
-            narrow = sum(layer in in_fp8 for layer in layers) * is_of_product
-            for num_bytes, count in ((1, narrow), (element, len(layers) - narrow)):
-                tally.add("tp", "activations", "all_gather", t, num_bytes * width * tokens // t, calls * count)
+    def gather(numel: int, calls: int, num_bytes: int = element) -> None:
+        tally.add("tp", "activations", "all_gather", t, num_bytes * numel // t, calls)
 
-        for (width, is_of_product), entering, entering_again in entries:
-            # Latents enter without a product, for whose weight they would be gathered again.
-            regathered = [*entering] * (again * is_of_product)
-            gather([*entering, *entering_again, *regathered], width, calls=m, is_of_product=is_of_product)
-            tally.add("tp", "activations", "reduce_scatter", t, element * width * tokens, m * len(entering))
+    def summed(numel: int, calls: int) -> None:
+        """Add the sum that follows a product: with sequence parallelism, each rank gets a shard of it."""
+        tally.add("tp", "activations", "reduce_scatter" if is_cut else "all_reduce", t, element * numel, calls)
+
+    for place, layer in enumerate(layers):
+        forwards, products = (
+            m * (1 + (place < recomputed)),
+            layer_products(config.model, config.model.layer_kind(layer), t),
+        )
+        of_product = 1 if layer in in_fp8 else element
+        rows = sum(product.kind == "row" for product in products)
+        summed(config.model.hidden_size * tokens, forwards * rows)
+        # Inputs of column-parallel layers; then latents, for whose weight nothing is gathered again.
+        entering = [(product.k * tokens, of_product, regathered) for product in products if product.kind == "column"]
+        entering += [] if mla is None else [(mla.cached_size * tokens, element, False)]
+        for numel, num_bytes, again in entering:
+            summed(numel, m)
+            gather(numel, is_cut * (forwards + m * again), num_bytes)
         # The gradient of a row-parallel layer's output; a deferred weight gradient gathers it once more.
-        gather([*layers, *mlps], config.model.hidden_size, calls=m + _deferred_microbatches(config, sizes, number))
-        gathers = embeddings + (1 + again) * heads
-        scatters = branches + repeated + embeddings + heads
-        tally.add("tp", "activations", "all_gather", t, whole // t, m * gathers)
-        tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
-    else:
-        for (width, _), entering, _ in entries:
-            tally.add("tp", "activations", "all_reduce", t, element * width * tokens, m * len(entering))
-        reduces = branches + repeated + embeddings + heads
-        tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
+        gather(config.model.hidden_size * tokens, is_cut * rows * (m + deferred), of_product)
+    embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
+    gather(whole // element, is_cut * m * (embeddings + (1 + regathered) * heads))
+    summed(whole // element, m * (embeddings + heads))
     element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
@@ -222,13 +218,6 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
     # The largest logit of each token, then its sum of exponentials and target logit together.
     for count in (1, 2):
         tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m * heads)
-
-
-def _entries(config: Config) -> list[tuple[int, bool]]:
-    """List (width, whether a product reads it directly) for each tensor that enters tp in a layer; the last is the MLP's input."""
-    h, mla = config.model.hidden_size, config.model.mla
-    attention = [(h, True)] if mla is None else [(mla.q_lora_rank or h, True), (mla.cached_size, False)]
-    return [*attention, (h, True)]
 
 
 def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
@@ -271,19 +260,17 @@ def _fp8_scales(tally: _Tally, config: Config, sizes: ParallelSizes, stage: Stag
     for layer in set(stage.layers).intersection(fp8_layers(config)):
         # A column-parallel product's output is cut over tp, a row-parallel one's input. The latents' weight is on every tp rank,
         # and with sequence parallelism its input and output are cut. What is sent in FP8 is cut when its scale is made.
-        pairs = 1 + _has_mlp(config, layer)
-        beside = 0 if config.model.mla is None else 1
-        products, passes = 2 * pairs + beside, 2 * m
-        cut = products if fp8.gather == "fp8" else pairs + beside * config.parallel.sequence_parallel
+        each = layer_products(config.model, config.model.layer_kind(layer))
+        kinds = [product.kind for product in each if product.may_be_fp8]
+        products, passes = len(kinds), 2 * m
+        cut = (
+            products
+            if fp8.gather == "fp8"
+            else kinds.count("row") + kinds.count("own") * config.parallel.sequence_parallel
+        )
         over_tp = passes * cut + products
         tally.add("tp", FP8_SCALES, "all_reduce", sizes.tp, num_bytes, over_tp)
         tally.add("cp", FP8_SCALES, "all_reduce", sizes.cp, num_bytes, products * passes)
-
-
-def _has_mlp(config: Config, layer: int) -> bool:
-    """Whether a layer has an MLP that is cut over tp: a dense MLP or shared experts."""
-    moe = config.model.moe
-    return moe is None or not config.model.layer_kind(layer).has_experts or moe.shared_experts > 0
 
 
 def _experts(

@@ -21,14 +21,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.layer_products import token_weights
 from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.stage_work import (
-    flops_of_a_key,
-    layer_weights,
-    made_from_latents,
-    mlp_width,
-    projection_weights,
-)
+from triaxis.engine.config.stage_work import flops_of_a_key, layer_weights
 from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
@@ -42,7 +37,7 @@ def gemm_weights(model: ModelConfig) -> int:
     counts without vocabulary padding, once and again for each multi-token prediction layer.
     """
     heads = (1 + model.num_mtp_layers) * model.vocab_size * model.hidden_size
-    return sum(layer_weights(model, kind) + projection_weights(model, kind) for kind in model.kinds) + heads
+    return sum(layer_weights(model, kind) for kind in model.kinds) + heads
 
 
 def model_flops_per_token(
@@ -154,9 +149,9 @@ def layer_flops(
     place_in_chunk = [place for layers in layers_per_chunk for place in range(layers)]
     layers = []
     for place, core, kind in zip(place_in_chunk, cores, model.kinds, strict=True):
-        gemms = 2 * (layer_weights(model, kind) + projection_weights(model, kind))
-        first_gemm = 2 * model.activation_kind.num_inputs * mlp_width(model, kind) * model.hidden_size
-        in_part = {"attention": core + 2 * made_from_latents(model), "mlp": first_gemm}
+        gemms, weights = 2 * layer_weights(model, kind), token_weights(model, kind)
+        first_gemms = 2 * sum(weights.get(f"{mlp}.up", 0) for mlp in ("mlp", "mlp.shared", "mlp.experts"))
+        in_part = {"attention": core + 2 * weights.get("attention.kv_up", 0), "mlp": first_gemms}
         parts = sum(in_part.get(part, 0) for part in recompute.parts)
         layers.append(LayerFlops(gemms, core, gemms + core if place < limit else parts))
     return layers

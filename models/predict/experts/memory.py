@@ -112,28 +112,19 @@ def choice_terms(config: Config, at: Sizes, sizes: ParallelSizes) -> list[Term]:
 
 
 def deferred_expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction) -> list[Term]:
-    """List the tensors held for experts' deferred weight gradients.
+    """List the tensors held for routed experts' deferred weight gradients.
 
     For `down` the held input is the activated values times the routing weights, a product that the backward computes again.
     """
     model, moe = config.model, _moe(config)
     rows, inputs = rows_per_token(config, sizes, load), model.activation_kind.num_inputs
     f = Fraction(moe.ffn_hidden_size, sizes.etp)
-    terms = [
+    return [
         Term("mlp.experts.up", "input", NOTHING, at.w * at.h * rows),
         Term("mlp.experts.up", "gradient", NOTHING, inputs * at.w * f * rows),
         Term("mlp.experts.down", "weighted input", NOTHING, at.w * f * rows),
         Term("mlp.experts.down", "gradient", NOTHING, at.w * at.h * rows),
     ]
-    if moe.shared_size:
-        shared = Fraction(moe.shared_size, sizes.tp)
-        terms += [
-            Term("mlp.shared.up", "input", NOTHING, column_input(config, at, "mlp.shared.up").ours),
-            Term("mlp.shared.up", "gradient", NOTHING, inputs * at.w * shared),
-            Term("mlp.shared.down", "input", NOTHING, at.w * shared),
-            Term("mlp.shared.down", "gradient", NOTHING, at.w * at.h * at.shard),
-        ]
-    return terms
 
 
 BACKWARD: Mapping[str, tuple[str, ...]] = {

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from triaxis.engine.config.context_parallel import exposed_share, gathers_keys, heads_of_pieces, local_kv_heads
+from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
@@ -111,48 +112,24 @@ class LayerWork:
     sent: Wire
 
 
+REPEATED = {"mlp": ("mlp.up", "mlp.shared.up"), "attention": ("attention.kv_up",)}
+"""Products that recomputing a part of a layer repeats."""
+
+
 def element_bytes(config: Config) -> int:
     """Look up the bytes per element in the run's dtype."""
     return BYTES_PER_ELEMENT[config.precision.dtype]
 
 
-def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> tuple[Gemm, ...]:
-    """List the products in a layer's forward: those before attention, then proj, up and down.
-
-    In an expert layer, up and down belong to the shared experts; a layer without shared experts has neither. An MTP layer's
-    projection comes first.
-    """
-    model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
-    h, f = model.hidden_size, _mlp_size(config, layer) // t
-    proj = Gemm(rows, h, model.num_attention_heads * model.value_size // t, column=False)
-    up, down = Gemm(rows, model.activation_kind.num_inputs * f, h, column=True), Gemm(rows, h, f, column=False)
-    own = rows // (t if config.parallel.sequence_parallel else 1)
-    joining = [Gemm(own, h, 2 * h, column=False)] if model.layer_kind(layer).is_mtp else []
-    of_mlp = [up, down] if f else []
-    return *joining, *_gemms_before_attention(config, sizes), proj, *of_mlp
-
-
-def _mlp_size(config: Config, layer: int) -> int:
-    """Return the width of the MLP that computes all tokens, dense or shared experts; 0: the layer has routed experts only."""
-    model = config.model
-    if model.moe is None or not model.layer_kind(layer).has_experts:
-        return model.ffn_size
-    return model.moe.shared_size
-
-
-def _gemms_before_attention(config: Config, sizes: ParallelSizes) -> list[Gemm]:
-    model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
-    h, heads, mla = model.hidden_size, model.num_attention_heads // t, model.mla
-    q = heads * model.head_size
-    if mla is None:
-        return [Gemm(rows, q + 2 * local_kv_heads(config) * model.head_size, h, column=True)]
-    own = rows // (t if config.parallel.sequence_parallel else 1)
-    made = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return [
-        Gemm(own, mla.latent_size, h, column=False),
-        Gemm(rows, q, mla.q_lora_rank or h, column=True),
-        Gemm(rows * sizes.cp, made, mla.kv_lora_rank, column=False),
-    ]
+def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> dict[str, Gemm]:
+    """List the products in a layer's forward by name (`engine/config/layer_products.py`)."""
+    model, rows = config.model, tokens_of_microbatch(config)
+    own = rows // (sizes.tp if config.parallel.sequence_parallel else 1)
+    of_kind = {"own": own, "latents": rows * sizes.cp}
+    return {
+        product.name: Gemm(of_kind.get(product.kind, rows), product.n, product.k, column=product.kind == "column")
+        for product in layer_products(model, model.layer_kind(layer), sizes.tp)
+    }
 
 
 def head_gemm(config: Config, sizes: ParallelSizes) -> Gemm:
@@ -181,13 +158,12 @@ def layer_work(
     gemms = layer_gemms(config, sizes, layer)
     experts = expert_work(config, sizes, load) if model.layer_kind(layer).has_experts else None
     local = rows / (t if config.parallel.sequence_parallel else 1)
-    f = _mlp_size(config, layer) // t
-    proj, *mlp = gemms[-3:] if f else gemms[-1:]
-    made = (gemms[-4:-3] if f else gemms[-2:-1]) if model.mla is not None else ()
+    proj, up = gemms["attention.proj"], gemms.get("mlp.up") or gemms.get("mlp.shared.up")
     h, q = model.hidden_size, model.num_attention_heads * model.head_size // t
     # In latent attention a single key rotates, and all keys are copied beside it.
     kv = 2 * local_kv_heads(config) * model.head_size
     inputs = model.activation_kind.num_inputs
+    f = 0 if up is None else up.n // inputs
     # A norm reads and writes; a residual reads two tensors and writes one. Unfused, each has one more read and write.
     loose = 0 if implementation.fused_elementwise else 1
     # Before an MTP layer, two tensors are normalised and concatenated.
@@ -197,7 +173,7 @@ def layer_work(
     residuals = 2 * (3 + 2 * loose) * h * local * w
     rotated = implementation.rotations * (q + kv / 2) * rows * w if model.position_kind.is_rotary else 0.0
     activated = (inputs + 1) * f * rows * w
-    biased = sum(gemm.n for gemm in gemms) * rows * w if model.bias == "all" else 0.0
+    biased = sum(gemm.n for gemm in gemms.values()) * rows * w if model.bias == "all" else 0.0
     # Repeated: the keys and values are read, and written once per query head. Their gradients are summed again.
     repeated = (kv + 2 * q) * rows * w if implementation.repeats_kv and kv < 2 * q else 0.0
     unfused = None
@@ -218,7 +194,7 @@ def layer_work(
     core = core_flops_forward(model, documents)[layer] * rows / t
     own = model.own_costs
     return LayerWork(
-        gemms=gemms,
+        gemms=tuple(gemms.values()),
         core_flops=core,
         unfused=unfused,
         forward_bytes=norms + residuals + 2 * dropped + rotated + repeated + activated + scores_forward,
@@ -230,13 +206,15 @@ def layer_work(
         + biased
         + scores_backward,
         again_bytes=again,
-        again_gemms=tuple(mlp[:1]) * ("mlp" in parts) + made * ("attention" in parts),
+        again_gemms=tuple(
+            gemms[name] for part in REPEATED if part in parts for name in REPEATED[part] if name in gemms
+        ),
         core_again="attention" in parts,
         experts=experts,
         branches=1.0 if f else 0.5,
         head_size=model.head_size,
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
-        more=1 + 2 * own.weights * rows / t / sum(gemm.flops for gemm in gemms),
+        more=1 + 2 * own.weights * rows / t / sum(gemm.flops for gemm in gemms.values()),
         sent=Wire(float(own.sent) * rows, own.calls),
     )
 

@@ -133,5 +133,5 @@ def test_parameters_of_a_rank_are_those_of_the_specs() -> None:
 def test_few_key_heads_are_replicated() -> None:
     """With 2 key/value heads on 4 ranks each has one whole, of 8 query heads two."""
     config = layout(tp=4, model={"num_kv_heads": 2})
-    qkv, proj, *_ = layer_gemms(config, parallel_sizes(config))
-    assert (qkv.n, proj.k) == ((2 + 2) * 16, 2 * 16)
+    gemms = layer_gemms(config, parallel_sizes(config))
+    assert (gemms["attention.qkv"].n, gemms["attention.proj"].k) == ((2 + 2) * 16, 2 * 16)
