@@ -184,7 +184,7 @@ class PeerLostError(TriaxisError):
 class NoRoomError(TriaxisError):
     """A heartbeat file for which no folder on the node has room.
 
-    The same command runs once a folder has room.
+    Once a folder has room, the same command can start.
     """
 
     exit_code = ExitCode.BROKE

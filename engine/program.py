@@ -48,7 +48,7 @@ def triaxis(words: str) -> str:
 def install(extra: str, *options: str) -> str:
     """Build the command line that installs an extra from pyproject.toml for this Python.
 
-    No package index has this project, so the line names the checkout. An installed package names the extra's requirements instead.
+    No package index has this project, so the line names the checkout. Without a checkout, the line lists the extra's requirements.
 
     Args:
         extra: the extra's name.

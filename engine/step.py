@@ -70,7 +70,8 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 class Chunk(Protocol):
     """The engine's view of a model chunk, which is an `nn.Module`.
 
-    `x` is the previous stage's output, None on the first stage. The last stage returns the summed loss, a scalar or [1 + D].
+    `x` is the previous stage's output, None on the first stage. The last stage returns the summed loss, a scalar. In training with
+    D multi-token prediction layers, it returns [1 + D] sums.
     """
 
     @property

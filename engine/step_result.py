@@ -74,7 +74,10 @@ LEAST_LABELS = 1e-6
 
 
 def loss_divisors(num_labels: torch.Tensor, seq_length: int) -> torch.Tensor:
-    """Compute the divisors n0 .. nD of `BatchLosses` from its label counts [1 + D]. Each divisor is at least `LEAST_LABELS`."""
+    """Compute each loss's divisor, [1 + D], from its number of counted labels.
+
+    Divisor k is for labels k tokens beyond the next one (see `BatchLosses`). Each divisor is at least `LEAST_LABELS`.
+    """
     in_a_row = torch.arange(
         seq_length, seq_length - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device
     )
@@ -132,7 +135,7 @@ class PendingResult:
         self._limits = limits
 
     def read(self) -> StepResult:
-        """Wait for the numbers and build the step's result, the same on every rank."""
+        """Wait until the step's numbers are on the host, and build its result. All ranks get the same."""
         numbers: dict[str, Any] = {
             name: part.tolist() for name, part in unpack(self._vector.arrived(), self._numbers).items()
         }

@@ -55,8 +55,8 @@ class Observer(ValidationObserver, Protocol):
 
     `begin` gets the number of steps made so far, when the run begins and after each rollback. `on_batch` gets a step's microbatches
     before its forward. `end_step` ends a step's measured time. `on_step` gets a step's numbers once the host has read them, mostly
-    during the next step. `on_allocator_retry` is called when receives stop being launched in advance, because in step `step` the
-    allocators of `num_ranks` ranks had to free memory and try again.
+    during the next step. `on_allocator_retry` reports that in step `step` the allocators of `num_ranks` ranks had to free memory
+    and try again. From then on, receives are launched only just before their use.
     """
 
     def begin(self, steps_made: int) -> None: ...
@@ -69,8 +69,9 @@ class Observer(ValidationObserver, Protocol):
 class StepGuard(Protocol):
     """Judge of each step's numbers (`triaxis.engine.resilience.guard`); it decides the same on every rank.
 
-    `before_update` is called between a step's backward and its update, and `limits` gives the limits for that update. `judge` is
-    called once the host has read the step's numbers. It raises an error to end the run, or `RollbackRequested`.
+    `before_update` is called between a step's backward and its update. `limits` gives the loss and gradient norm above which that
+    update must not happen. `judge` is called once the host has read the step's numbers. It raises an error to end the run, or
+    `RollbackRequested`.
     """
 
     def limits(self, step: int) -> StepLimits: ...

@@ -12,9 +12,9 @@ model m = hidden_size / base_hidden_size times as wide needs these values with A
 Attention's logits are q . k sqrt(base_head_dim) / head_dim.
 
 Here all matrices of a model share one initial std, so embedding and head start with std / sqrt(m) too. To make up for it, their
-learning rate is lr / sqrt(m) and their outputs are multiplied by sqrt(m). Adam trains the same model if a factor moves from initial
-weights and learning rate to the forward (section 2 of the paper). The head's factor in the forward is thus sqrt(m) / m = 1 /
-sqrt(m), whether it is tied or not.
+learning rate is lr / sqrt(m) and their outputs are multiplied by sqrt(m). Adam then trains the same model as with the table's
+values (section 2 of the paper). So the embedding's factor in the forward is sqrt(m). The head's is the table's 1 / m times sqrt(m),
+which is 1 / sqrt(m), whether it is tied or not.
 
 AdamW multiplies weight decay by the learning rate. Each group's decay grows as its learning rate falls, so that decay x learning
 rate equals the base model's (2309.14322). Adam's eps does not change. It should be small compared with the gradients.
@@ -106,6 +106,6 @@ def _groups(specs: Sequence[ParamSpec], width: float, weight_decay: float) -> li
 
 
 def _pattern(vector: str) -> str:
-    """Build a name pattern that matches this vector and similar ones, but no matrix."""
+    """Build a name pattern for vector parameters with this name's ending; it matches no matrix."""
     last = vector.rpartition(".")[2]
     return "*norm.weight" if last == "weight" else f"*.{last}"

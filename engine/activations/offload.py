@@ -38,7 +38,7 @@ class HostMemory:
 
     Args:
         device: the activations' device.
-        lane: way to run the copies; None: the device's default.
+        lane: object that runs the copies, such as a GPU's side stream; None: the device's default.
         page_lock: lock for the buffers' pages; None: the device's default.
 
     Attributes:

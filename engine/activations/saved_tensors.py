@@ -21,11 +21,13 @@ def unobserved(tensor: torch.Tensor) -> None:
 
 
 class SavedTensors:
-    """The policy that keeps every saved tensor of one rank's model chunks.
+    """Policy that keeps every tensor that autograd saves for one rank's model chunks.
+
+    A subclass (`SavingHooks`) instead recomputes tensors or moves them to the host.
 
     Attributes:
-        parts: names of a layer's parts to recompute, such as `norm` and `attention`.
-        host: host memory for moved tensors, or None if none is moved.
+        parts: names of a layer's parts to recompute, such as `norm` and `attention`; empty here.
+        host: host memory for moved tensors; None here.
         is_replay: whether the running function is being recomputed in the backward.
     """
 
@@ -42,13 +44,15 @@ class SavedTensors:
         whole: bool = False,
         shared: Iterable[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Run `function(x)`, and treat its saved tensors by this policy. Call layers in order, then `end_chunk`.
+        """Run `function(x)`, and keep the tensors that autograd saves. A subclass may recompute or move them.
+
+        Call layers in order, then `end_chunk`.
 
         Args:
             function: a layer, or several that are recomputed together.
             x: the layer's input.
-            moves: whether to move its saved tensors to the host.
-            whole: whether to recompute the whole function, so that only x is saved.
+            moves: whether to move the layer's saved tensors to the host.
+            whole: whether to save only x, and to run the whole function again in the backward.
             shared: tensors that other layers save too; they are not moved.
         """
         assert not (moves or whole), "this policy keeps every tensor"

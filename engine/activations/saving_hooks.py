@@ -130,7 +130,7 @@ class SavingHooks(SavedTensors):
             self._memo = None
 
     def _replaying(self, function: Function, *inputs: torch.Tensor, is_replay: bool) -> torch.Tensor:
-        """Run `function(*inputs)` while the policy's attribute `is_replay` has the given value."""
+        """Run `function(*inputs)` with `self.is_replay` set to the argument `is_replay`, then restore the old value."""
         before, self.is_replay = self.is_replay, is_replay
         try:
             return function(*inputs)
@@ -204,9 +204,10 @@ def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
 
 
 class _Memo:
-    """The results of a layer's `once` calls, recorded in the forward for the replay.
+    """Results from a layer's forward that the layer's replay reuses instead of computing again.
 
-    `on_saved` is called with each result that is a tensor, or is in a tuple. `has_begun` is True once the forward has begun.
+    `SavedTensors.once` calls `next`. `on_saved` is called with each tensor in a result. `has_begun` is True once the forward has
+    begun.
     """
 
     def __init__(self, on_saved: Callable[[torch.Tensor], None]) -> None:
@@ -216,13 +217,13 @@ class _Memo:
         self.has_begun = False
 
     def begin(self) -> "_Memo":
-        """Go back to the first `once` call when the forward or a replay starts."""
+        """Start the forward or a replay: `next` then begins at the first result."""
         self._next = 0
         self.has_begun = True
         return self
 
     def next(self, function: Callable[[], Result]) -> Result:
-        """Return the recorded result of this call. In the forward, run `function` and record its result."""
+        """Return the next recorded result. In the forward, run `function` to get the result, and record it."""
         if self._next == len(self._results):
             result = function()
             for each in result if isinstance(result, tuple) else (result,):
@@ -245,13 +246,16 @@ class _Source:
         self.made: torch.Tensor | None = None
 
     def use(self, pack: "Callable[[torch.Tensor], torch.Tensor | _View]") -> None:
-        """Count one more saved view. The first one also saves the inputs, by the policy `pack`."""
+        """Count one more saved view of the recomputed tensor. The first view also saves the inputs, through `pack`."""
         if not self.num_uses:
             self.inputs = [pack(each) for each in self.inputs if isinstance(each, torch.Tensor)]
         self.num_uses += 1
 
     def whole(self) -> torch.Tensor:
-        """Return the tensor. The first view's call computes it, and the last view's call drops it."""
+        """Return the recomputed tensor. Each saved view calls this once.
+
+        The first call computes the tensor, and the last call drops it.
+        """
         made = self.made
         if made is None:
             with torch.no_grad():
@@ -292,12 +296,12 @@ class _Fetched:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """The storages that one layer moves in one microbatch.
+    """The storages that one layer moves to host memory and back in one microbatch.
 
     Attributes:
-        host: host memory for them, or None if the layer moves nothing.
-        on_saved: observer called with each tensor that is fetched.
-        stays: identities of storages that are not moved.
+        host: host memory for these storages, or None if the layer moves nothing.
+        on_saved: observer called with each tensor that `fetch` puts back into device memory.
+        stays: identities (`_identity`) of storages that are not moved.
     """
 
     host: HostMemory | None
@@ -308,7 +312,10 @@ class _Layer:
     _is_fetched: bool = False
 
     def moved(self, tensor: torch.Tensor) -> _Fetched:
-        """Add the tensor's storage to the layer's moved ones. They live until `let_go`, so identities stay unique."""
+        """Register the tensor's storage, to be moved to the host by `send`.
+
+        The storage lives until `let_go`, so no other storage gets the same identity before.
+        """
         key = _identity(tensor)
         if key not in self._moved:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -316,17 +323,20 @@ class _Layer:
         return _Fetched(self._moved[key])
 
     def send(self) -> None:
-        """Post the copies to the host, at the end of the layer's forward."""
+        """Start to copy the registered storages to the host, after the layer's forward."""
         if self.host is not None and self._moved:
             self._mark = self.host.send(list(self._moved.values()))
 
     def let_go(self) -> None:
-        """Free the device memory of the storages that were sent."""
+        """Free the device memory of the storages that `send` copies to the host."""
         if self.host is not None and self._moved:
             self.host.let_go(list(self._moved.values()), self._mark)
 
     def fetch(self) -> None:
-        """Post the copies to the device and report them to `on_saved`, unless done before."""
+        """Start to copy the storages back to the device, and report these tensors to `on_saved`.
+
+        A second call does nothing.
+        """
         if self.host is not None and self._moved and not self._is_fetched:
             self._mark = self.host.fetch(list(self._moved.values()))
             self._is_fetched = True

@@ -71,7 +71,10 @@ class CheckpointDirectory:
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
-        """Return the folder that `latest` names, even if it is missing. None if `latest` names no checkpoint."""
+        """Return the checkpoint folder that the file `latest` names, even if that folder is missing.
+
+        None if the file is missing, or its text is no checkpoint's name.
+        """
         try:
             name = read_regular(self.path / LATEST).decode(errors="replace").strip()
         except OSError:
@@ -144,7 +147,7 @@ class CheckpointDirectory:
     def retire(self, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
         """Remove checkpoints that the retention rules do not keep, and return their names.
 
-        Checkpoints of steps above `newest`, as before a rollback, stay.
+        Checkpoints above step `newest` stay: a run that has gone back to an older step may have left some.
 
         Args:
             newest: step that was just saved, complete and always kept.

@@ -69,8 +69,8 @@ class RunHistory:
     def limits(self, step: int, config: ResilienceConfig) -> StepLimits:
         """Compute the limits for a step.
 
-        A limit is infinite if its rule is off or too few steps are known. An outlier limit is infinite too if all
-        known numbers are equal.
+        A limit is infinite if its rule is off or too few earlier steps are known. The outlier limits `loss` and
+        `grad_norm` are infinite too if all known losses, or gradient norms, are equal.
         """
         divergence = math.inf
         known = _before(step, self.losses, MEDIAN_OVER)

@@ -56,7 +56,7 @@ def write_checkpoint(
 
     Args:
         directory: checkpoint folder, created if missing; an existing checkpoint of the same step is replaced.
-        shards: every element of every tensor, once per kind.
+        shards: every element of every tensor, once per state kind (weights; a moment or the average, if included).
         state: the run's counters; `TrainingState.at_start()` for plain weights.
         config: known part of the resolved configuration, at least its `model` section.
         source: origin of the checkpoint, for people who read the manifest.

@@ -68,7 +68,7 @@ class FolderLock:
         self._descriptor = descriptor
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock, so that other processes can take it. A second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -154,11 +154,12 @@ def _candidates(
 
     Args:
         directory: the run's own checkpoints; None: ignore them.
-        has_saved: whether the run has saved, so that having none of its own is an error.
-        passed_over: receives the problems with own checkpoints.
+        has_saved: whether the run has saved checkpoints before, so that finding none of them is an error.
+        passed_over: receives the problems with the run's own checkpoints.
 
     Raises:
-        CheckpointError: a differing field is not allowed, no own checkpoint could be loaded, or `checkpoint.load` is unusable.
+        CheckpointError: a checkpoint and the run differ where they must not (`resume_rules.py`), none of the run's own checkpoints
+            could be loaded, or `checkpoint.load` is unusable.
     """
     config = engine.config
     for candidate in directory.candidates(passed_over) if directory is not None else ():
@@ -332,8 +333,8 @@ def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
 def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
     """List the allowed differences between the checkpoint's data and the run's, as printable lines.
 
-    Only entries that both have are compared. A saved tokenizer `bytes` may differ if the samples do not, because earlier versions
-    assumed `bytes`.
+    Only entries that both have are compared. If the samples are equal, a checkpoint's tokenizer `bytes` may differ from the run's:
+    earlier versions recorded `bytes` if no tokenizer was named.
 
     Raises:
         CheckpointError: the tokenizer differs otherwise, or a corpus differs and `accept` does not name the data.

@@ -52,12 +52,11 @@ class Change:
 
 
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
-    """List every field that differs between a saved configuration and `config`, in the order of the fields.
+    """List every field that differs between a saved configuration and `config`, in field order.
 
-    An unsaved field has its default if its section was saved or the field affects only speed. Other unsaved fields have the value
-    "absent". If a section is null on one side, each field on the other side is a difference. `sequence_counts` is no difference if
-    the saved run does not record it. Secrets are not compared. Neither are fields that a phase sets; `phases` is
-    compared as a whole.
+    These are never differences: secrets, fields that a phase sets (`phases` is compared as a whole), and an unsaved
+    `sequence_counts`. Any other unsaved field counts as its default if its section was saved or the field affects only speed;
+    else as "absent". If a section is null on one side, each of its fields on the other side is a difference.
     """
     # Recorded values contain no secrets, so a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
@@ -124,7 +123,7 @@ def accepting(names: Sequence[str]) -> str:
 
 
 def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens: int, source: str) -> None:
-    """Refuse phases that would have read the consumed tokens differently from the saved run's.
+    """Refuse a `phases` setting under which the consumed tokens would have been read differently.
 
     Args:
         there: configuration of the saved run, which consumed the tokens, as JSON.
@@ -154,11 +153,11 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
 
     Args:
         found: differences, from `changes`.
-        accept: value of `checkpoint.accept`, the fields or sections whose differences are meant.
+        accept: value of `checkpoint.accept`: the fields or sections that the user allows to differ.
         source: name of the checkpoint that has the saved configuration, for the message.
 
     Raises:
-        CheckpointError: a field with the verdict `never` differs, or a field with the verdict `meant` that is not accepted.
+        CheckpointError: a field with the verdict `never` differs, or one with the verdict `meant` that `accept` does not name.
     """
     never = [change for change in found if change.verdict == "never"]
     unmeant = [change for change in found if change.verdict == "meant" and not _covered(change.key, accept)]

@@ -57,7 +57,7 @@ class RunFacts:
     Attributes:
         run: name of the run directory.
         attempt: attempt number, from 0.
-        data: the samples' fingerprint (under the phase's name), the tokenizer's identity, and the end-of-document id.
+        data: the samples' fingerprint (key `samples`, or `samples of PHASE`), the tokenizer's identity, and the end-of-document id.
         lineage: the run's ancestors, oldest first.
         wandb_id: function () -> the wandb run's id, once known.
         specs: all parameters of the model (a rank's engine holds only its own).
@@ -105,8 +105,8 @@ class CheckpointSaver:
     Args:
         engine: source of the saved state.
         directory: target folder; only rank 0 changes it.
-        facts: facts about the run.
-        notices: event receiver.
+        facts: run name, data fingerprint and more, which each checkpoint records.
+        notices: receiver of save events, such as a failure.
     """
 
     def __init__(self, engine: Engine, directory: CheckpointDirectory, facts: RunFacts, notices: SaveNotices) -> None:
@@ -131,7 +131,10 @@ class CheckpointSaver:
         )
 
     def flags(self) -> SaveFlags:
-        """Report this rank's progress in the current phase, for the next step's agreement. Never blocks."""
+        """Report whether this rank's part in the running save is done or has failed. Never blocks.
+
+        The step's all-reduce sums these flags over all ranks, for `agreed`.
+        """
         future = self._pending()
         if future is None or not future.done():
             return SaveFlags()
@@ -143,7 +146,7 @@ class CheckpointSaver:
     def is_due(self, step: int, *, is_last: bool) -> bool:
         """Whether `after_step` will save or fingerprint after `step` steps.
 
-        If it will, the caller must pass the flags of all steps so far to `agreed` before it calls `after_step`.
+        If it will, the caller must first pass each step's summed `flags()`, this step's included, to `agreed`.
         """
         return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
 
@@ -234,10 +237,12 @@ class CheckpointSaver:
         return self._committing if self._phase is _Phase.COMMITTING else None
 
     def agreed(self, flags: SaveFlags) -> None:
-        """Move to the next phase if a step's flags allow it. Call this once per step, in order.
+        """Advance the running save as all ranks' flags allow. Call this once per step, in order.
+
+        Once all ranks have written, rank 0 commits. Commit or failure ends the save.
 
         Args:
-            flags: sums of `flags()` over all ranks.
+            flags: sums of `flags()` over all ranks, from one step.
         """
         if self._phase is _Phase.WRITING and flags.written + flags.not_written == self._world.size:
             if flags.not_written:

@@ -53,9 +53,9 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
     saved starts as the loaded weights. A parameter that was frozen and is now trained starts with zero moments, and with its weight
     as average.
 
-    Besides the state, memory holds two pieces of the files. If the state is stored in another dtype, memory also holds one kind's
-    values in the accumulation dtype. Only a rank that finds an error raises, so all ranks must agree before any continues. After an
-    error the engine is partly filled.
+    Besides the state, memory holds two pieces of the files: one is copied while the next is read. If the state has another dtype,
+    memory also holds one state kind, such as the weights, in the accumulation dtype. Only a rank that finds an error raises, so all
+    ranks must agree before any continues. After an error the engine is partly filled.
 
     Returns:
         The state to continue from: with `all` the checkpoint's own, with `weights` that of a fresh start.
@@ -100,7 +100,7 @@ def loaded_kinds(engine: Engine, manifest: Manifest, what: LoadWhat) -> list[Kin
 
 
 def saved_numel(optimizer: DistributedOptimizer) -> int:
-    """Return the number of elements per kind that this rank saves."""
+    """Return the number of elements that this rank saves per state kind, such as weights."""
     return sum(segment.stop - segment.start for owned in saved_buckets(optimizer) for segment in owned.segments)
 
 

@@ -111,9 +111,10 @@ class RankWriter:
             ]
 
     def save(self, folder: Path) -> Future[Written]:
-        """Copy the state, start writing `folder`/rank_<n>.safetensors, and return after the copy.
+        """Copy the state to host memory, hand the copy to the writing thread, and return.
 
-        The thread also writes rank_<n>.json, the file's manifest entry. Without `in_background` nothing is copied.
+        The thread writes `folder`/rank_<n>.safetensors, and rank_<n>.json, its manifest entry. If `in_background` is False, the
+        thread reads the live state, so the caller must wait for the future.
 
         Returns:
             A future of the written file; it raises the last attempt's OSError if all attempts fail.

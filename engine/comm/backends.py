@@ -136,7 +136,7 @@ class Backend:
         self._watcher: ThreadPoolExecutor | None = None
 
     def call(self, call: Callable[[Seen], Sequence[Any]], *uses: TensorUse) -> list[Work]:
-        """Run `call`, through the carrier if there is one, and return one handle per use.
+        """Make `call` directly, or through `self.carrier` (such as `Staging`) if set. Return one handle per use.
 
         Args:
             call: function (seen) -> handles, which calls torch with `seen(tensor)` in place of each tensor. `seen` returns the

@@ -22,7 +22,7 @@ class Axis:
 
     Verbs name a peer by its index on the axis, not by its global rank. A verb posts and never waits, except `sum_values` and
     `barrier`. The caller chooses where to wait, and thus what runs meanwhile. `out`, where given, receives the result. On a
-    one-rank axis `out` is returned as it is, so it must already share the input's memory.
+    one-rank axis nothing is copied to `out`, so `out` must be the input or share its memory.
 
     Attributes:
         name: axis name ("tp", "dp", "pp_forward", ...), which labels its calls in the ledger.

@@ -44,11 +44,11 @@ class Event(NamedTuple):
     """One line in the ledger.
 
     Attributes:
-        call: index of the call since the ledger's last reset; -1 for a mark.
+        call: index of the call since the ledger's last reset; -1 for a mark (see the module).
         dtype: the input tensor's torch dtype; None for a mark.
         numel: the input tensor's number of elements; for `all_to_all_rows`, only those that go to other members.
         peer: the other member in a send or receive (an index on the axis); NO_PEER for a collective.
-        group_call: index of the first call in the same group call; for a collective its own index.
+        group_call: for a send or receive, index of the first call in the same `Axis.exchange`; for a collective its own index.
     """
 
     phase: Literal["post", "wait", "mark"]
@@ -66,7 +66,8 @@ class Event(NamedTuple):
 class WaitObserver(Protocol):
     """Observer of a rank's calls, waits and host reads.
 
-    `posted` is a call's event, and `handles` are the backend's handles for the call. `mark` is a host read's event.
+    `posted` is the ledger's `Event` for a call, and `handles` are the backend's handles for that call. `mark` is the ledger's
+    `Event` for a host read.
     """
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None: ...
@@ -77,10 +78,10 @@ class WaitObserver(Protocol):
 
 
 class Ledger:
-    """The record of one rank's calls, waits and marks.
+    """The record of one rank's calls, waits and marks (named points in the computation).
 
     Args:
-        observers: objects to notify, in this order, of calls, waits and host reads.
+        observers: objects to notify, in this order, of calls, waits and host reads (one kind of mark).
     """
 
     def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:

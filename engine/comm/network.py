@@ -49,8 +49,9 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
     Args:
         master_addr: name or address at which the ranks meet.
         several_nodes: whether ranks run on other nodes too. Other nodes cannot reach a name that resolves to a loopback address
-            here. The result is then the interface in the user's variables, or else the only other one. A `master_addr` that is
-            itself a loopback address is used as given.
+            here. The result is then the interface that `variables` names, or else the only one that leads out of the node. A
+            `master_addr` that is itself a loopback address is used as given.
+        variables: environment, in which GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may be set.
 
     Raises:
         TopologyError: the name does not resolve, there is no route to it, or no single interface qualifies.
@@ -152,9 +153,10 @@ def _is_loopback(addresses: list[str]) -> bool:
 
 
 def _chosen(master_addr: str, addresses: Mapping[str, list[str]], variables: Mapping[str, str]) -> Interface:
-    """Choose the interface if MASTER_ADDR resolves to a loopback address on this node.
+    """Choose this node's interface to the other nodes, because MASTER_ADDR resolves to a loopback address.
 
-    The result is the interface in the user's variables, or else the only one that leads out of the node.
+    The result is the interface named in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME. Otherwise it is the only one that leads out of
+    the node.
 
     Raises:
         TopologyError: several interfaces lead out, or none does.

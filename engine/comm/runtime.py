@@ -56,10 +56,10 @@ class RankEnvironment:
     def from_variables(cls, variables: Mapping[str, str]) -> "RankEnvironment":
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the restart count.
 
-        If RANK and WORLD_SIZE are unset, the process runs alone. Without the LOCAL_ variables, all ranks are on one node.
+        If both RANK and WORLD_SIZE are unset, the process runs alone. If the LOCAL_ variables are unset, all ranks are on one node.
 
         Raises:
-            TopologyError: RANK, WORLD_SIZE or MASTER_PORT is missing, or a number is invalid.
+            TopologyError: only one of RANK and WORLD_SIZE is set, both are set without MASTER_PORT, or a number is invalid.
         """
         if "WORLD_SIZE" not in variables and "RANK" not in variables:
             return cls()

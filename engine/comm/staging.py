@@ -52,7 +52,7 @@ class Carrier(Protocol):
         ...
 
     def close(self) -> None:
-        """Release threads and other resources."""
+        """Release the carrier's resources, such as a worker thread and host memory."""
         ...
 
 
@@ -71,10 +71,10 @@ class _Rooms:
         self._guard = threading.Lock()
 
     def over(self, event: torch.cuda.Event | None) -> None:
-        """Record that one handle's wait is over.
+        """Note that `wait` has been called on one more handle.
 
         Args:
-            event: end of the handle's copies on the stream; None: no copies.
+            event: end of the copies that this handle's `wait` has started on the stream; None: no copies.
         """
         with self._guard:
             self._events += [] if event is None else [event]
@@ -86,7 +86,7 @@ class _Rooms:
 
 
 class StagedWork:
-    """One handle for a call that the worker makes."""
+    """Handle for a call that `Staging`'s worker thread makes. A group call has one per message."""
 
     def __init__(
         self,
@@ -104,7 +104,10 @@ class StagedWork:
         self._future: torch.futures.Future[None] | None = None
 
     def wait(self) -> None:
-        """Wait for the backend, then copy each stand-in to its tensor on the current stream. A second wait copies nothing."""
+        """Wait for the backend, then copy this handle's results from host memory to their tensors.
+
+        The copies run on the current stream. A second wait copies nothing.
+        """
         self._posted.result()[self._place].wait()
         rooms, self._rooms = self._rooms, None
         if rooms is None:
@@ -130,12 +133,12 @@ class StagedWork:
 
 
 class Staging:
-    """The carrier of one process group, whose worker thread makes the calls.
+    """`Carrier` whose worker thread makes one process group's calls on host copies of tensors.
 
     Args:
         cuda: object that provides streams and events as torch.cuda does; None: torch.cuda on a GPU, and no streams elsewhere.
         worker: executor that makes the calls; None: a new thread.
-        page_lock: object that locks the pages of the stand-ins' host memory; None: the default for the device.
+        page_lock: object that locks the pages of the copies' host memory; None: the default for the device.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class Staging:
         self._side = None if self._cuda is None else self._cuda.Stream(device)
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
-        """Make `call` on stand-ins, after all calls that were posted before.
+        """Make `call` on host copies of its tensors, after all calls that were posted before.
 
         Args:
             call: function that calls the backend and returns as many handles as there are uses.
@@ -199,9 +202,9 @@ class Staging:
         tensor.record_stream(self._side)
 
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begin to copy each tensor to its stand-in, and return a function that waits for these copies.
+        """Begin to copy each tensor to its stand-in in host memory. Return a function that waits for these copies.
 
-        Without streams, the returned function makes the copies instead.
+        If there are no streams, as on a CPU, the returned function makes the copies instead.
         """
         if self._cuda is None or self._side is None:
             return lambda: _copy(copies)

@@ -134,7 +134,7 @@ def compare_details(
 
 
 def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """Read rank 0's verdict, and raise a bad one once all ranks have read it, or after `ALL_HAVE_READ`."""
+    """Read rank 0's verdict. If it is bad, wait at most `ALL_HAVE_READ` until all ranks have read it, and raise."""
     problem = json.loads(store.get("verdict"))
     if problem is None:
         return
@@ -174,7 +174,7 @@ def run_store(name: str) -> dist.Store:
 
 
 def is_alone() -> bool:
-    """Whether this process runs without other ranks. True in a footprint too, whose backend and store are fake."""
+    """Whether this process runs without other ranks. True under `triaxis footprint` too, which fakes the others."""
     return not dist.is_initialized() or dist.get_backend() == "fake"
 
 

@@ -83,8 +83,8 @@ class Topology:
         has_experts: whether the model has layers with experts.
         staged: whether calls copy tensors through host memory; None: yes if the default group is gloo's and this rank is on a GPU.
         timeout: time limit for a call on any group; None: torch's default for the backend.
-        carrier: function (name of the group's first axis, ledger) -> carrier for a process group. A race check passes its own;
-            None: `Staging` if `staged`.
+        carrier: function (name, ledger) -> `Carrier`, through which a process group's calls go. Several axes may share the group;
+            the name is the first one's. A race check passes its own; None: `Staging` if `staged`.
 
     Attributes:
         staged: whether calls copy tensors through host memory.

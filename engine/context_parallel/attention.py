@@ -66,12 +66,13 @@ class ContextParallelRegion:
         return cls(axis, recompute.gathered_kv == "keep", parallel.cp_gradients == "accumulation")
 
     def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[KeysAndValues]:
-        """Gather and yield each piece's keys and values for whole rows, [b, n_j, s, d].
+        """Yield keys and values for whole rows, gathered one piece of heads at a time.
 
-        Tokens are in row order. The next piece's gather is in flight meanwhile.
+        Keys and values are [b, n_j, s, d] each, with tokens in row order. The next piece's gather is in flight meanwhile.
 
         Args:
-            packed: this rank's keys and values for each piece of heads, [s/c, b, 2, n_j, d] (`pack_keys_and_values`).
+            packed: this rank's keys and values for each piece, [s/c, b, 2, n_j, d]; piece j has n_j key/value heads.
+            part: this rank's part of each row.
         """
         under_way: list[Pending] = []
         for shard in packed:
@@ -87,7 +88,9 @@ class ContextParallelRegion:
         return rows[:, :, 0].permute(1, 2, 0, 3), rows[:, :, 1].permute(1, 2, 0, 3)
 
     def sum_of(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart, dtype: torch.dtype) -> Pending:
-        """Post the reduce-scatter for whole key and value gradients [b, n_j, s, d].
+        """Post the reduce-scatter for whole rows' key and value gradients [b, n_j, s, d].
+
+        n_j counts the key/value heads in one piece of heads.
 
         Args:
             dtype: the keys' and values' dtype.
@@ -123,7 +126,10 @@ def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class GatheredKeys(Mixer):
-    """Mixer that gathers keys and values inside attention, for kernels that save no probabilities."""
+    """Mixer that gathers keys and values over cp while attention runs.
+
+    MLA and the `explicit` kernel use `GatheredRows` instead.
+    """
 
     region: ContextParallelRegion
 
@@ -141,7 +147,7 @@ class GatheredKeys(Mixer):
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Attention over gathered keys and values, piece by piece."""
+    """Attention over gathered keys and values, one piece of heads at a time."""
 
     @staticmethod
     def forward(

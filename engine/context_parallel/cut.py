@@ -1,8 +1,9 @@
 """Cuts a context-parallel rank's part from a microbatch's rows, on the host.
 
-    tokens, labels, loss_mask, position_ids, tokens ahead   [b, s] -> [b, s/c], this rank's runs in each row
+    tokens, labels, loss_mask, position_ids, ahead, mask_ahead   [.., s] -> [.., s/c], this rank's runs in each row
 
-Labels are shifted before the cut. All cp ranks in a replica read the same samples. A document may span several ranks.
+A run is a range of tokens, and `ahead` holds multi-token prediction's further labels. Labels are shifted before the cut. All cp
+ranks in a replica read the same samples. A document may span several ranks.
 """
 
 from collections.abc import Sequence
@@ -37,14 +38,14 @@ class ContextCut:
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, index: int) -> "ContextCut":
-        """Build the cut for the rank at `index` on the cp axis."""
+        """Build the function that cuts out the part for cp rank `index`."""
         return cls(sizes.cp, index, windows_of(config.model) if gathers_keys(config) else None)
 
     def __call__(self, whole: MicroBatch) -> MicroBatch:
         """Extract this rank's part from a microbatch on the CPU.
 
-        `num_tokens` and `num_ahead` then count labels in this part only. If rows have documents and ranks gather keys, `rank_work`
-        lists each cp rank's attention work. A single cp rank gets the microbatch itself.
+        The result's `num_tokens` and `num_ahead` (multi-token prediction) count labels in this part only. If rows have documents
+        and ranks gather keys, the result's `rank_work` lists each cp rank's attention work. A single cp rank gets `whole` itself.
         """
         b, s = whole.tokens.shape
         rows = ((s,),) * b if whole.documents is None else whole.documents.lengths

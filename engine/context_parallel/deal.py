@@ -94,7 +94,7 @@ def even_runs(seq_length: int, size: int) -> list[tuple[tuple[int, int], ...]]:
 
 
 def rank_work(documents: Sequence[int], size: int, windows: Windows) -> list[int]:
-    """Count each rank's (query, key) pairs in a row, over all layers."""
+    """Count each rank's (query, key) pairs over all layers. `documents` lists one row's document lengths."""
     length = block_length(sum(documents), size, len(documents))
     work = block_work(documents, length, windows)
     return [sum(work[block] for block in hand) for hand in deal(work, size)]

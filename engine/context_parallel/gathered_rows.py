@@ -22,16 +22,16 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
 @dataclass(kw_only=True, eq=False)
 class GatheredRows(Mixer):
-    """Mixer that gathers whole rows in one collective before attention."""
+    """Mixer that gathers k and v, or MLA latents, in one collective before attention."""
 
     region: ContextParallelRegion
 
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s/c, b, n, d] to the gathered rows -> [s/c, b, n * d_v].
+        """Attend from q [s/c, b, n, d] to the gathered `rows` -> [s/c, b, n * d_v].
 
-        This rank's row parts are [s/c, b, n_i, d].
+        `rows` are this rank's k and v, or MLA latents, [s/c, b, n_i, d] each.
         """
         packed = rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=2)
         whole = _Gather.apply(packed, mask.part, self.region)

@@ -26,7 +26,10 @@ def imbalance(microbatches: Sequence[Sequence[int]]) -> float:
 
 
 def predicted_imbalance(documents: DocumentStatistics, micro_batch_size: int, size: int, windows: Windows) -> float:
-    """Predict `imbalance` over all replicas' microbatches in the steps that `documents` covers."""
+    """Predict `imbalance`: the largest cp rank's attention work divided by the mean.
+
+    The prediction covers all replicas' microbatches in the steps of `documents`.
+    """
     rows = documents.rows()
     starts = range(0, len(rows), micro_batch_size)
     return imbalance([work_of_ranks(rows[start : start + micro_batch_size], size, windows) for start in starts])

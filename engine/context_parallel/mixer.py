@@ -25,7 +25,7 @@ Made = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values unchanged, for layers whose rows already are k and v."""
+    """Return k and v unchanged: `Mixer.made` for layers whose `rows` are k and v."""
     return k, v
 
 
@@ -41,7 +41,7 @@ class Mixer:
         scale, softcap: logit scale and soft cap, as in `triaxis.engine.kernels.attention.attention`.
         dropout: drop probability for attention probabilities.
         sinks: attention-sink logits [n] for this rank's query heads, or None.
-        made: function (*rows) -> keys and values.
+        made: function (*rows) -> keys and values. The rows are per-token inputs: keys and values themselves, or MLA latents.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Mixer:
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s, b, n, d] to rows -> [s, b, n * d_v].
+        """Attend from q [s, b, n, d] to keys and values from `rows` -> [s, b, n * d_v].
 
         Args:
             q: queries for this rank's tokens.
-            rows: inputs to `made` for the same tokens, [s, b, n_i, d_i] each.
+            rows: k and v, or MLA latents, for the same tokens, [s, b, n_i, d_i] each; inputs to `self.made`.
             mask: mask for whole rows; `mask.part` gives the positions of this rank's queries.
             keys: dropout keys, or None to drop nothing.
         """
@@ -73,19 +73,23 @@ class Mixer:
     def mixed(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None, first: int = 0
     ) -> torch.Tensor:
-        """Attend from q [s, b, n, d] to rows [s_k, b, ..] -> [s, b, n * d_v].
+        """Attend from q [s, b, n, d] to keys and values from `rows` -> [s, b, n * d_v].
 
-        q has this rank's query heads from index `first` on. The backward recomputes attention if `saved` recomputes that part.
+        `rows` are k and v, or MLA latents, [s_k, b, n_i, d_i] each. q has this rank's query heads from index `first` on. If
+        `self.saved` recomputes attention, the backward runs `core` again.
         """
         return self._attended(heads_first(q, *rows), self.kernels.choices.attention, mask, keys, first)
 
     def core(
         self, tensors: Sequence[torch.Tensor], kernel: str, mask: Mask, keys: DropoutKeys | None, first: int
     ) -> torch.Tensor:
-        """Attend from q [b, n, s, d] to rows [b, .., s_k, ..] -> [s, b, n * d_v].
+        """Attend from q [b, n, s, d] to keys and values from rows -> [s, b, n * d_v].
 
-        `tensors` is (q, *rows). Attention is causal if s_k = s. If s = 1, the query is at the last of s_k positions. Otherwise
-        `mask.part` gives the positions of q's tokens in the rows.
+        `tensors` is (q, *rows). The rows are k and v, or MLA latents, [b, n_i, s_k, d_i] each. Attention is causal:
+
+            s = s_k    query i has position i
+            s = 1      the query has the last position
+            else       `mask.part` gives the queries' positions
         """
         q, *rows = tensors
         return self.attend(kernel, mask, keys, first, q, *self.made(*rows))
@@ -100,7 +104,10 @@ class Mixer:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend as in `core`, to given keys [b, n_kv, s_k, d] and values [b, n_kv, s_k, d_v]."""
+        """Attend as in `core`, to k [b, n_kv, s_k, d] and v [b, n_kv, s_k, d_v].
+
+        `keys` are dropout keys. `first` is the index of q's first head among this rank's query heads.
+        """
         mixed = attention(
             *(kernel, q, k, v, mask),
             # A single query sees every key; torch's causal mask would leave it only the first.

@@ -33,7 +33,10 @@ class ExchangedHeads(Mixer):
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s/c, b, n, d] to k, v [s/c, b, n_kv, d], exchanged for whole rows -> [s/c, b, n * d]."""
+        """Attend from q [s/c, b, n, d] to `rows` -> [s/c, b, n * d].
+
+        `rows` are this rank's k and v [s/c, b, n_kv, d]. Other ranks' tokens arrive through the exchange.
+        """
         first, _ = cut(q.shape[2], self.axis.size, self.axis.index)
         mine, *whole = self.to_heads(q, *rows)
         # Rows are whole from here to the exchange back, so mask and dropout keys use whole-row positions.

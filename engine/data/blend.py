@@ -53,7 +53,8 @@ def shares(weights: Sequence[float]) -> list[int]:
 def one_period(share: Sequence[int]) -> NDArray[np.int64]:
     """Assign a corpus index to each sample in a period, int64 [sum(share)].
 
-    The earliest deadline goes first. If deadlines are equal, the corpus with the lower index goes first.
+    A corpus's sample j must precede place ceil((j + 1) period / share), its deadline. The earliest deadline goes first. If
+    deadlines are equal, the corpus with the lower index goes first.
     """
     period = sum(share)
     released: list[tuple[int, int]] = []

@@ -40,7 +40,7 @@ class DocumentStatistics:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples examined."""
+        """Number of samples in `steps`, over all steps and dp ranks."""
         return sum(length for step in self.steps for rank in step for length in rank) // self.seq_length
 
     @property
@@ -83,7 +83,9 @@ def one_document_per_sample(seq_length: int) -> DocumentStatistics:
 def measure_documents(
     source: SampleSource, *, seq_length: int, global_batch_size: int, micro_batch_size: int, dp: int
 ) -> DocumentStatistics:
-    """Measure the first steps' document lengths. Every rank gets the same result.
+    """Measure the document lengths in the first max(1, MOST_SAMPLES // global_batch_size) steps.
+
+    The result covers all dp ranks, and every rank gets the same one.
 
     Raises:
         DataError: the corpus index cannot be read.

@@ -42,7 +42,7 @@ class EpochKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochIndex:
-    """One epoch's three arrays, described in the module docstring."""
+    """One epoch's document order, document starts (in tokens) and sample order (see the module)."""
 
     document_order: NDArray[np.int64]
     token_offsets: NDArray[np.int64]

@@ -46,7 +46,7 @@ def fill_epoch(
 
     Args:
         path: path for the cache file.
-        key: text that decides the numbers.
+        key: the `EpochKey` as text, to recognise the file: its hash covers the key, and pieces for another key are not kept.
         seed, epoch: seed and epoch number for both orders.
         document_lengths: tokens per document, int64 [D].
         num_samples: samples per epoch.
@@ -87,7 +87,7 @@ def fill_epoch(
 
 
 def pieces_done(path: Path) -> tuple[int, int]:
-    """Read (finished pieces, all pieces) from a cache file's journal, or (0, 0) without a journal."""
+    """Read an epoch order's (finished pieces, all pieces) from the cache file's journal; (0, 0) if missing."""
     try:
         found = read_object(done_path(path)) or {}
         return int(found["done"]), int(found["of"])
@@ -155,7 +155,10 @@ def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
 
 
 def _adding(order: Int64s, offsets: Int64s, lengths: Int64s) -> _Steps:
-    """Yield functions that fill `offsets` with the running sum of the ordered documents' lengths, from 0."""
+    """Yield functions for the caller to run in turn; each fills a part of `offsets`.
+
+    Together they write the running sum, from 0, of document lengths in `order`.
+    """
 
     def add(start: int, stop: int) -> None:
         if start == 0:

@@ -68,7 +68,7 @@ class Remainder:
     Args:
         stream: corpus stream with the new sample length.
         epoch: epoch number, from 0.
-        before: previous cut, some of whose samples were read.
+        before: the epoch, or its earlier remainder, cut to the old length; some of its samples were read.
         read: number of samples read from `before`, in training order.
 
     Raises:
@@ -105,7 +105,7 @@ class Remainder:
         return int(self.offsets[-1]) - 1 - end - joins
 
     def recut(self, stream: SampleStream, read: int) -> "Remainder":
-        """Cut the tokens after this remainder's first `read` samples to the sample length of `stream`."""
+        """Return this remainder without its first `read` samples, cut to `stream.seq_length` labels per sample."""
         if read == 0:
             return Remainder(stream, self._epoch, self._before, self._read)
         return Remainder(stream, self._epoch, self, read)
@@ -118,7 +118,10 @@ class Remainder:
         return np.array([len(starts)]), starts, lengths, order
 
     def read(self, sample_id: int) -> Sample:
-        """Read a sample. The loss ignores each unread range's first token, since an earlier sample predicted it."""
+        """Read a sample. The loss ignores the first token of each piece (see the module).
+
+        A sample that the run read before this cut has already predicted that token.
+        """
         pieces = self.pieces(sample_id)
         joins = np.cumsum([sum(part.length for part in piece) for piece in pieces[:-1]], dtype=np.int64)
         return self._stream.read([part for piece in pieces for part in piece], sample_id, joins.tolist())
@@ -126,7 +129,8 @@ class Remainder:
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
         """List the document parts that make up a sample, in order, with one inner list per piece.
 
-        Pieces are the remainder's unread stretches of the epoch. A sample may take tokens from several.
+        A piece is a contiguous token range of the epoch that the run had not read before this cut. A sample may take tokens from
+        several pieces.
         """
         index = self._stream.epoch(self._epoch)
         start, left = int(self.order[sample_id]) * self.seq_length, self.seq_length + 1
@@ -141,12 +145,12 @@ class Remainder:
 
 
 def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find the pieces that remain after a cut's first `read` samples in training order.
+    """Find the epoch's token ranges that stay unread after the first `read` samples of `cut.order`.
 
-    A piece ends with the last label in its last sample.
+    A `Cut` is an epoch, or its unread rest, as samples. A range ends with the last label in its last sample.
 
     Returns:
-        Each piece's first position in the epoch and each piece's length in tokens, int64 [R] each, in epoch order.
+        Each range's first position in the epoch and each range's length in tokens, int64 [R] each, in epoch order.
     """
     windows = np.sort(cut.order[read:])
     is_first = np.diff(windows, prepend=-2) != 1

@@ -1,7 +1,7 @@
 """Finds a run's tokenizer, and refuses one that contradicts the run's corpora.
 
     data.tokenizer X       every corpus with a record must have been encoded by X
-    data.tokenizer null    the tokenizer in the first record, with which all records must agree, or bytes without records
+    data.tokenizer null    the tokenizer in the first record, with which all records must agree; `bytes` if no corpus has a record
 
 Every training process resolves the tokenizer right after reading the configuration. From then on `data.tokenizer` is a name, which
 config.yaml and checkpoints record. A run on synthetic data keeps null.
@@ -57,7 +57,11 @@ def corpora_of(config: Config) -> list[str]:
 
 
 def _assumed(config: Config, prefixes: Sequence[str]) -> str:
-    """Write the note that bytes are assumed. DataError if all corpora exist and the vocabulary is smaller than 257."""
+    """Write the note that the `bytes` tokenizer is assumed for the corpora at `prefixes`.
+
+    Raises:
+        DataError: all corpora exist, and model.vocab_size is smaller than the 257 ids of `bytes`.
+    """
     why = f"{', '.join(prefixes)}: no record names the tokenizer (`triaxis prepare` writes PREFIX.json), so bytes are assumed"
     if config.model.vocab_size < BYTES_VOCABULARY and all(idx_path(prefix).is_file() for prefix in prefixes):
         raise DataError(

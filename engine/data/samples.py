@@ -200,8 +200,8 @@ class SampleStream:
     def _open_ahead(self, sample_id: int) -> None:
         """Start opening the next epoch in a thread if this sample is late in a long epoch.
 
-        If the thread fails or is not done in time, `epoch` builds the order itself, waits or raises. The thread reports no
-        progress, so a watchdog sees only the rank's own work.
+        If the thread is not done in time, `epoch` waits for it. If the thread has failed, `epoch` builds the order itself, and
+        raises if that fails too. The thread reports no progress, so a watchdog sees only the rank's own work.
         """
         epoch, place = divmod(sample_id, self.samples_per_epoch)
         is_long = 2 * len(self.documents) + self.samples_per_epoch > order_pieces.PIECE
@@ -217,7 +217,10 @@ class SampleStream:
         threading.Thread(target=work, name=f"order of epoch {epoch + 1}", daemon=True).start()
 
     def epoch(self, epoch: int, progress: Progress | None = None) -> EpochIndex:
-        """Open an epoch's orders; the last EPOCHS_KEPT_OPEN stay open. `progress` replaces the stream's observer."""
+        """Open an epoch's document and sample orders; the EPOCHS_KEPT_OPEN epochs opened last stay open.
+
+        `progress` is notified of the building, in place of the stream's own `progress`.
+        """
         index = self._epochs.get(epoch)
         if index is None:
             key = EpochKey(
@@ -237,7 +240,7 @@ class SampleStream:
         return self.parts_at(index, int(index.sample_order[place]) * self.seq_length, self.seq_length + 1)
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """List the document parts that make up a sample, in one inner list."""
+        """List a sample's document parts in one inner list per contiguous token range: here always one."""
         return [self.parts(sample_id)]
 
     def parts_at(self, index: EpochIndex, start: int, length: int) -> list[DocumentPart]:

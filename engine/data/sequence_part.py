@@ -23,14 +23,14 @@ Rows = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStretch:
-    """A run in one row, or in all rows, with the keys that its queries attend to.
+    """Consecutive queries in one row, or in all rows, with the keys they see.
 
-    The keys reach from the start of the run's first document to the run's end. Within a document, the last query and the last key
-    are the same position.
+    The keys reach from the start of the first query's document to the last query. Within a document, the last query and the last
+    key are the same position.
 
     Attributes:
         row: index of the row; None: all rows, each of which is one document.
-        queries: range [start, stop) of the run in the rank's local tokens.
+        queries: range [start, stop) of the queries in the rank's local tokens.
         keys: range [start, stop) of the keys' positions within the row.
         boundaries: int32 document boundaries among the queries, then among the keys (`cu_seqlens` for varlen kernels); None if
             `row` is None.
@@ -45,7 +45,9 @@ class RowStretch:
 
     @classmethod
     def of(cls, row: int, run: TokenRange, first: int, documents: Sequence[int]) -> "RowStretch":
-        """Build the stretch for a run: its queries, and the keys from the start of its first document to the run's end.
+        """Build the `RowStretch` for one run: consecutive positions that this rank holds in a row.
+
+        The run's positions are the queries. The keys reach from the start of the run's first document to the run's end.
 
         Args:
             row: index of the row.
@@ -73,12 +75,12 @@ class SequencePart:
     A part is one context-parallel rank's tokens.
 
     Attributes:
-        runs: this rank's runs in each row; the host reads them without waiting for the device.
+        runs: this rank's runs, ranges of consecutive positions, in each row; the host reads them without waiting for the device.
         positions: each local token's position in its row, int64 [b, s/c].
         to_rows: permutation from parts to rows, int64 [s b]; element i of the flattened rows is element `to_rows[i]` of the ranks'
             concatenated, flattened parts.
         to_parts: inverse permutation, int64 [s b].
-        stretches: the runs in the form that varlen kernels need, one kernel call each.
+        stretches: the runs with the keys they see; a varlen kernel takes one call for each.
     """
 
     runs: tuple[tuple[TokenRange, ...], ...]
@@ -89,10 +91,10 @@ class SequencePart:
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[Sequence[TokenRange]]], index: int, rows: Rows) -> "SequencePart":
-        """Build the positions and permutations for rank `index`, on the CPU.
+        """Build rank `index`'s `SequencePart`, with all tensors on the CPU.
 
         Args:
-            runs: runs[row][rank] lists the rank's runs in the row.
+            runs: runs[row][rank] lists the rank's runs, ranges [start, stop) of positions in the row.
             index: this rank's index in the context-parallel group.
             rows: document lengths, row by row.
         """

@@ -40,7 +40,8 @@ def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64
 def permutation(count: int, *key: int | str) -> NDArray[np.int64]:
     """Shuffle 0 .. count - 1 uniformly, int64 [count].
 
-    Each index replaces the low bits of its random number. All numbers then differ, so every sorting algorithm gives the same order.
+    Each index gets a random number, and the indices are sorted by their numbers. An index replaces its number's low bits. All
+    numbers then differ, so every sorting algorithm gives the same order.
     """
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     numbers = (random_bits(count, *key) >> index_bits << index_bits) | np.arange(count, dtype=np.uint64)

@@ -53,7 +53,7 @@ class SkippedRanges:
         return SkippedRanges.of((*self.ranges, *ranges))
 
     def id_at(self, position: int) -> int:
-        """Map the run's sample number `position`, from 0, to its sample id."""
+        """Map the run's sample number `position`, from 0, to its id in the data set. Skipped samples have ids only."""
         sample_id = position
         for start, stop in self.ranges:
             if sample_id < start:
@@ -66,11 +66,14 @@ class SkippedRanges:
         return [self.id_at(place) for place in range(position, position + count)]
 
     def span(self, position: int, count: int) -> tuple[int, int]:
-        """Return the id range [first, end) whose skipping leaves out `count` samples from `position` on."""
+        """Return the ids [first, end) of the run's `count` samples from `position` on, to skip them.
+
+        Positions count the run's samples, ids all samples in the data set.
+        """
         return self.id_at(position), self.id_at(position + count - 1) + 1
 
     def keeps_past_of(self, earlier: "SkippedRanges", consumed_samples: int) -> bool:
-        """Whether these ranges include `earlier` and keep its first `consumed_samples` ids.
+        """Whether these ranges include `earlier` and give the run's first `consumed_samples` samples the same ids.
 
         True if nothing is consumed.
         """

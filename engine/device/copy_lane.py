@@ -10,7 +10,7 @@ Mark = Any
 
 
 class CopyLane(Protocol):
-    """A way to run copies between host and device."""
+    """Copies between host and device: `post` starts them, `wait` makes later compute work wait."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
         """Copy each (destination, source) after all compute work posted so far. Give the returned mark to `wait`."""
@@ -48,7 +48,7 @@ class SideStream:
 
 
 class InPlace:
-    """A copy lane for a CPU, on which `post` copies at once."""
+    """The `CopyLane` for a CPU: `post` copies at once, so `wait` has nothing to do."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
         for destination, source in copies:

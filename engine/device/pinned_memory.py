@@ -63,7 +63,7 @@ class PageLock(Protocol):
         ...
 
     def unlock(self, memory: torch.Tensor) -> None:
-        """Unlock what `lock` has locked."""
+        """Wait for the device's copies, then unlock the pages of a `memory` given to `lock`."""
         ...
 
 
@@ -87,7 +87,7 @@ class RuntimeCalls(Protocol):
 
 
 class CudaRuntime:
-    """`RuntimeCalls` through torch; `synchronize` waits for one device."""
+    """torch's CUDA calls to lock and unlock pages (`RuntimeCalls`); `synchronize` waits only for `device`."""
 
     PORTABLE = 1
     """`cudaHostRegisterPortable`: memory is page-locked for every CUDA context in the process."""
@@ -110,10 +110,10 @@ class CudaRuntime:
 
 
 class CudaPageLock:
-    """The page lock for a GPU.
+    """The page lock for a GPU, by `cudaHostRegister`.
 
     Args:
-        runtime: the GPU's CUDA runtime.
+        runtime: CUDA calls to use: a `CudaRuntime` for the GPU that copies; tests pass a stand-in.
     """
 
     def __init__(self, runtime: RuntimeCalls) -> None:
@@ -177,7 +177,7 @@ class PinnedBuffer:
 
     Args:
         sizes: number of elements and dtype of each vector.
-        page_lock: lock for the device that copies.
+        page_lock: object that locks pages, from `page_lock_of` for the device that copies.
         purpose: words for the error if there is no memory.
 
     Attributes:
@@ -224,7 +224,7 @@ class PinnedPool:
     """Page-locked vectors that are reused by length and dtype, because locking pages is slow.
 
     Args:
-        page_lock: lock for the device that copies.
+        page_lock: object that locks pages, from `page_lock_of` for the device that copies.
         purpose: words for the error if there is no memory.
     """
 

@@ -150,14 +150,16 @@ def _rows_at(rows: torch.Tensor, place: torch.Tensor, has_gaps: bool) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """Rows that a rank picks among N tokens with k slots each.
+    """Indices of the R rows that a rank picks for its experts from N tokens.
+
+    A token has k slots, one per chosen expert. A row holds one slot's input, or is unused.
 
     Attributes:
-        slots: each row's slot among the N k, int64 [R]; N k for an unused row.
-        places: each slot's row, int64 [N, k]; R for a slot without a row on this rank.
+        slots: index of each row's slot among the N k slots, int64 [R]; N k for an unused row.
+        places: index of each slot's row, int64 [N, k]; R for a slot without a row on this rank.
         has_gaps: whether slots may have no row on this rank.
         ends: end of each local expert's rows.
-        fusion: the group's fusion.
+        fusion: wrapper that compiles `sums`.
     """
 
     slots: torch.Tensor
@@ -197,7 +199,7 @@ class _Picked:
         return weights.flatten().index_select(0, self.slots.clamp(max=weights.numel() - 1))
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum each token's rows out of [R, h], as [N, h] in the rows' dtype."""
+        """Sum rows [R, h] over each token's experts on this rank, to [N, h] for N tokens, in the rows' dtype."""
         return sum_rows(rows, self.places, self.fusion, has_gaps=self.has_gaps)
 
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
@@ -237,7 +239,10 @@ class GatherDispatch:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather x [T, h], weights [T, k] -> this rank's rows [R, h], weights [R], `_Picked`. It saves indices only."""
+    """All-gather x [T, h], weights [T, k] -> this rank's rows [R, h], their weights [R] and indices (`_Picked`).
+
+    It saves only the indices.
+    """
 
     @staticmethod
     def forward(
@@ -301,13 +306,13 @@ class _Exchange:
     Attributes:
         axis: the group's axis.
         sent, received: row counts to and from each member.
-        slots: each row's slot (among the T k) in sending order, int64 [sum(sent)].
-        places: positions of each slot's rows in sending order, int64 [T k, etp].
+        slots: index of each sent row's slot, in sending order, int64 [sum(sent)]; each of T tokens has k slots, one per expert.
+        places: indices in sending order of each slot's rows, one row per etp rank of the slot's expert, int64 [T k, etp].
         by_expert: permutation from receive order to local-expert order, int64 [sum(received)].
         from_expert: inverse of `by_expert`.
         ends: end of each local expert's rows.
         k: slots per token.
-        fusion: the group's fusion.
+        fusion: wrapper that compiles `sums`.
     """
 
     axis: Axis
@@ -339,7 +344,7 @@ class _Exchange:
         return sum_rows(rows, self.places.view(-1, self.k * self.places.shape[1]), self.fusion)
 
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
-        """Map row values in sending order to slots [T, k], summed over an expert's etp ranks."""
+        """Sum row values, in sending order, over an expert's etp ranks: [T, k], one value per token and expert."""
         return sum_rows(values.unsqueeze(1), self.places, EAGER).view(-1, self.k)
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
@@ -390,7 +395,10 @@ class ExchangeDispatch:
         return dispatch
 
     def _plan(self, experts: torch.Tensor, known: KnownRows, from_members: torch.Tensor) -> _Exchange:
-        """Build the exchange's row orders. `from_members` [n, E / ep] holds the received row counts on the device."""
+        """Plan the rows' sending order, and the permutation that orders received rows by expert.
+
+        `from_members` [n, E / ep] holds the received row counts on the device.
+        """
         group = self._group
         sent, received = ([sum(row) for row in rows] for rows in (known.to_members, known.from_members))
         slots = experts.flatten().argsort(stable=True)  # by expert, so also by ep rank

@@ -107,7 +107,10 @@ class ExpertDown(ExpertLinear):
     """The experts' second projection, applied to rows times their routing weights."""
 
     def forward(self, activated: torch.Tensor, weights: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """Map activated rows [R, f], and weights [R] in the accumulation dtype, to [R, h]."""
+        """Project activated rows [R, f], times their routing weights [R] in the accumulation dtype, to [R, h].
+
+        `ends` says where each expert's rows end.
+        """
         return _Down.apply(activated, weights, ends, self)
 
 

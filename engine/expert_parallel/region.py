@@ -40,7 +40,10 @@ class ExpertRegion:
         fusion: Fusion,
         on_kept: TensorObserver = unobserved,
     ) -> "ExpertRegion | None":
-        """Build a rank's region; None if the model has no experts."""
+        """Build routing, dispatch and load counts for a rank's MoE layers; None without experts.
+
+        `on_kept` receives each index tensor that dispatch keeps for a backward.
+        """
         moe = config.model.moe
         if moe is None:
             return None
@@ -55,5 +58,5 @@ class ExpertRegion:
         return cls(router, group, dispatch, load, topology.sizes.tp > 1)
 
     def for_decoding(self) -> "ExpertRegion":
-        """Derive the region for a forward in which all ranks have the same tokens."""
+        """Return this region with `ReplicatedDispatch`, uncompiled, for decoding: all ranks have the same tokens."""
         return replace(self, dispatch=ReplicatedDispatch(replace(self.group, fusion=EAGER)), cuts_tokens=False)

@@ -75,13 +75,17 @@ class Router:
         return (positions.unsqueeze(-1) * k + torch.arange(k, device=positions.device)) % self.moe.num_experts
 
     def counted(self, experts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return k experts per token for the sequence loss, [T, k]: those with the largest scores, or `experts`."""
+        """Return the k experts per token that the sequence loss counts, [T, k].
+
+        With `moe.counts_scores`, these have the token's largest scores, without bias and groups; else they are `experts`.
+        """
         return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
 
     def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
-        """Build a `Choice` of `experts`, with the sequence loss's fractions computed from `counted`.
+        """Build a `Choice` of `experts`; its `fractions` count each expert's tokens in `counted`.
 
-        Both are int64 [T, k]. The T tokens are flattened from [T / samples, samples].
+        Both are int64 [T, k]: `experts` for routing, `counted` for the sequence loss alone. The T tokens are flattened from
+        [T / samples, samples].
         """
         return Choice(experts, self._fractions(counted, scores, samples))
 

@@ -1,4 +1,7 @@
-"""Computes the logits z = c tanh(y / (d c)) from the head's product y."""
+"""Computes the logits z = c tanh(y / (d c)) from the head's product y.
+
+y is the hidden state times the head's weight, d the divisor and c the cap in `LogitOptions`.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,10 +18,10 @@ CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
 
 @dataclass(frozen=True, slots=True)
 class LogitOptions:
-    """A model's logit options.
+    """A model's options for logits z, computed from y = hidden state times head weight.
 
     Attributes:
-        divisor: divisor d applied to the head's product (Granite's `logits_scaling`).
+        divisor: divisor d applied to y (Granite's `logits_scaling`).
         softcap: cap c in z = c tanh(y / (d c)) (Gemma 2, 2408.00118), or None for z = y / d.
         z_loss: factor on log(sum_v exp(z_v))^2 in the trained loss (PaLM, 2204.02311, section 5).
     """
@@ -29,7 +32,7 @@ class LogitOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the logits are the head's product itself."""
+        """Whether the logits are hidden state times head weight, without divisor and cap."""
         return self.divisor == 1 and self.softcap is None
 
     def shape_(self, y: torch.Tensor, fusion: Fusion) -> None:
@@ -44,7 +47,7 @@ class LogitOptions:
             flat[rows] = _shaped(flat[rows], self.divisor, self.softcap)
 
     def shaped(self, y: torch.Tensor) -> torch.Tensor:
-        """Compute the logits from y out of place, with autograd."""
+        """Compute the logits from y [.., v] = hidden state times head weight, with autograd; y stays unchanged."""
         return y if self.is_plain else _shaped(y, self.divisor, self.softcap)
 
 

@@ -90,8 +90,8 @@ def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | No
     """Build the named kernel for a mask.
 
     Raises:
-        RuntimeError: the kernel has no windows, documents and sinks on this device, or cannot cap logits. varlen builds on a CPU
-            and fails only in a run.
+        RuntimeError: the kernel supports none of windows, documents and sinks on this device, or `softcap` is given and the
+            kernel cannot cap logits. varlen can be built on a CPU, but raises when it is called there.
     """
     record = ATTENTION_KERNELS[name]
     if softcap is not None and record.lacks(frozenset({"softcap"})):

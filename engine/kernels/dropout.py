@@ -74,7 +74,7 @@ def _dropped(
 def _dropped_on(
     residual: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (residual + x f, f), with f as in `_dropped`."""
+    """Return (residual + x f, f), where f is 1 / (1 - p) for kept elements and 0 for dropped ones."""
     dropped, factor = _dropped(x, keys, positions, p)
     return residual + dropped, factor
 

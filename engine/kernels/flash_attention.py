@@ -15,13 +15,16 @@ from triaxis.engine.numerics.precision import accumulation_dtype
 
 
 def varlen(mask: Mask, scale: float | None, softcap: None) -> "Varlen | VarlenParts":
-    """Build the kernel for whole rows or row parts; `softcap` is always None, since the kernel cannot cap logits."""
+    """Build `VarlenParts` if a rank has only part of each sequence's queries (`mask.part`), else `Varlen`.
+
+    `softcap` is always None, since the kernel cannot cap logits.
+    """
     return Varlen(mask, scale) if mask.part is None else VarlenParts(mask, scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
-    """The kernel for whole rows, dense or packed by documents."""
+    """Flash attention for a rank that has whole sequences. With documents in the mask, they are packed end to end."""
 
     mask: Mask
     scale: float | None
@@ -60,7 +63,10 @@ class Varlen:
         return x.transpose(1, 2)
 
     def _bounds(self, s: int) -> "_Bounds":
-        """Return the document boundaries and longest lengths; (None, (s, s)) without documents."""
+        """Return the documents' boundaries and longest length, each as a pair for (queries, keys).
+
+        If the mask has no documents, return (None, (s, s)).
+        """
         documents = self.mask.documents
         if documents is None:
             return None, (s, s)
@@ -72,7 +78,7 @@ class Varlen:
 
 @dataclass(frozen=True, slots=True)
 class VarlenParts:
-    """The kernel for queries that are part of the keys' rows.
+    """Flash attention in context parallelism: a rank has some queries and all keys of a sequence.
 
     Each contiguous run of queries takes one call.
 
@@ -134,23 +140,23 @@ class _Tokens:
     run: tuple[int, int]
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """View these tokens in x [b, n, s, d]."""
+        """View the tokens at positions `run` in x [b, n, s, d], as [tokens, n, d] or [b, tokens, n, d]."""
         return self._part(x).transpose(-3, -2)
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values to these tokens in x."""
+        """Write values, [tokens, n, d] or [b, tokens, n, d], to positions `run` in x [b, n, s, d]."""
         self._part(x).copy_(values.transpose(-3, -2))
 
     def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Add values to these tokens in x."""
+        """Add values, [tokens, n, d] or [b, tokens, n, d], to positions `run` in x [b, n, s, d]."""
         self._part(x).add_(values.transpose(-3, -2))
 
     def put_logarithms(self, lse: torch.Tensor, values: torch.Tensor) -> None:
-        """Write these tokens' log-sum-exp, [n, tokens] or [b, n, tokens], into lse [b, n, s]."""
+        """Write log-sum-exps, [n, tokens] or [b, n, tokens], to positions `run` in lse [b, n, s]."""
         self._part(lse).copy_(values)
 
     def cut_logarithms(self, lse: torch.Tensor) -> torch.Tensor:
-        """Select these tokens' log-sum-exp, contiguous as the kernel requires."""
+        """Select positions `run` in lse [b, n, s], contiguous as the kernel requires: [n, tokens] or [b, n, tokens]."""
         return self._part(lse).contiguous()
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:

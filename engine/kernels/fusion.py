@@ -24,10 +24,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Fusion:
-    """The runner for elementwise functions.
+    """A wrapper that runs elementwise tensor functions as they are, or compiled by torch.
 
     Args:
-        form: `eager` or `compiled`, as the module's docstring describes them.
+        form: `eager`, one kernel per operator; or `compiled`, few kernels, by torch.compile.
 
     Attributes:
         is_compiled: whether the form is `compiled`.

@@ -52,7 +52,8 @@ WHOLE = Mask()
 class Kernel(Protocol):
     """Attention without sinks.
 
-    The shapes are q [b, n, s, d], k, v [b, n_kv, s_k, d]. `Blocks` also takes v [.., d_v], with output [.., d_v].
+    The shapes are q [b, n, s, d], k, v [b, n_kv, s_k, d]. One kernel, `Blocks`, also takes values of another size than
+    the keys: v [.., d_v], with output [.., d_v].
     """
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +104,10 @@ def attend(
 def grad_of_sinks(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Compute the sinks' gradient [n] = -sum_rows P rowsum(dO out'), where P = exp(sink - lse')."""
+    """Compute the sinks' gradient [n] = -sum_queries P sum_d(grad out), where P = exp(sink - lse).
+
+    `out` and `lse` include the sinks, as `attend` returns them.
+    """
     if sinks is None:
         return None
     share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()
@@ -133,7 +137,7 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Equally long token ranges. `starts` holds each range's (row, start); an int is one start for every row."""
+    """Equally long token ranges. `starts` holds each range's (row, start), or is one int: the start in all rows."""
 
     starts: tuple[tuple[int, int], ...] | int
     length: int
@@ -146,7 +150,7 @@ class _Places:
         return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values [ranges, n, length, ..] to these ranges in x."""
+        """Write values [ranges, n, length, ..] to the token ranges `starts` in x [b, n, s, ..]."""
         if isinstance(self.starts, int):
             x[:, :, self.starts : self.starts + self.length] = values
             return
@@ -154,7 +158,7 @@ class _Places:
             x[row, :, start : start + self.length] = part
 
     def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Add values [ranges, n, length, ..] to these ranges in x."""
+        """Add values [ranges, n, length, ..] to the token ranges `starts` in x [b, n, s, ..]."""
         if isinstance(self.starts, int):
             x[:, :, self.starts : self.starts + self.length] += values
             return
@@ -162,7 +166,7 @@ class _Places:
             x[row, :, start : start + self.length] += part
 
     def part(self, first: int, stop: int) -> "_Places":
-        """Narrow every range to its tokens [first, stop)."""
+        """Narrow every range to its tokens `first` .. `stop - 1`, counted from the range's start."""
         if isinstance(self.starts, int):
             return _Places(self.starts + first, stop - first)
         return _Places(tuple((row, start + first) for row, start in self.starts), stop - first)
@@ -184,7 +188,10 @@ class _Stretch:
 
 
 def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch]:
-    """Yield stretches that cover all queries. Ranges with equal length and position in their documents share one."""
+    """Yield stretches (`_Stretch`) that together cover all queries.
+
+    Query ranges in several documents share one stretch if they are equally long and begin equally far into their documents.
+    """
     if mask.documents is None:
         # Without documents, all rows have the same runs, so one stretch serves the batch.
         runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
@@ -244,9 +251,9 @@ class _Piece:
 
 
 def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
-    """Yield pieces with at most `block` queries each.
+    """Yield pieces of at most `block` consecutive queries, with the keys they see.
 
-    If `block` is None, only a window cuts a stretch, to at most min(window, BLOCK) queries.
+    If `block` is None, only a window that hides keys splits a document's queries, into min(window, BLOCK) at a time.
     """
     for stretch in _stretches(mask, num_queries, num_keys):
         window = mask.window if mask.window is not None and mask.window < stretch.keys.length else None
@@ -262,12 +269,12 @@ def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> I
 
 
 class _ByPieces:
-    """A kernel that computes one group of queries after another (`_Piece`).
+    """A kernel that computes consecutive queries piece by piece, with their visible keys (`_Piece`).
 
     Args:
         mask: restriction on the visible keys beyond causality.
         scale: logit factor; None means d ** -0.5.
-        softcap: logit cap, which only `Blocks` supports, or None.
+        softcap: logit cap, or None; of the subclasses, only `Blocks` supports a cap.
     """
 
     block: int | None = None
@@ -327,7 +334,7 @@ class _ByPieces:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        """Compute the gradients for a piece's q, k and v."""
+        """Compute attention gradients for one piece's queries q, and for their keys k and values v."""
         raise NotImplementedError
 
 

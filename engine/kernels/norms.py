@@ -39,12 +39,12 @@ class NormFunctions:
 
 
 class NormKernel:
-    """A norm with its eps and its runner, as a model calls it.
+    """A norm as a model calls it, with its eps, eager or compiled.
 
     Args:
         name: norm's name in `triaxis.engine.config.layer_kinds.NORMS`.
         eps: constant added to the variance or mean square.
-        fusion: runner for the functions.
+        fusion: wrapper that compiles the norm's forward and backward, or leaves them eager.
 
     Raises:
         KeyError: no kernel has this name.
@@ -106,7 +106,7 @@ def add_and_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, *Tensors]:
     """Compute the gradients for x, the branch (None if equal to x's) and each weight.
 
-    `Fusion` can compile this function.
+    The forward is `add_and_norm`: y = x + factor branch, then the norm of y. `Fusion` can compile this function.
 
     Args:
         grad_y, grad: gradients for y and for the norm's output.
@@ -197,7 +197,10 @@ def _rms_norm_back_in_place(
     r: torch.Tensor,
     offset: int = 0,
 ) -> Tensors:
-    """Compute `_rms_norm_back` in eager mode, with few passes over memory."""
+    """Compute `_rms_norm_back` in eager mode with few passes over memory, overwriting its own temporaries.
+
+    `of_weight` is the weight gradient's dtype.
+    """
     gains = _gains(weight, offset)
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)

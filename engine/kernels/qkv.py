@@ -54,7 +54,7 @@ class SplitQkv:
 
 
 class _SplitQkv(torch.autograd.Function):
-    """Autograd function for the split, with the join as its backward. It saves only the tables."""
+    """Autograd function for the split; its backward concatenates the three gradients. It saves only RoPE's tables."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ def _joined(
 def _joined_in_place(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute `_joined` for eager mode, rotating in place."""
+    """Compute `_joined`: concatenate the gradients for q, k and v, then rotate q's and k's back in place."""
     whole = torch.cat((grad_q, grad_k, grad_v), dim=2)
     if tables is not None:
         # With partial RoPE the tables are narrower than a head, and the elements after them are not rotated.

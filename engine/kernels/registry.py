@@ -133,7 +133,7 @@ class Choices:
     dispatch: DispatchName | None = None
 
     def named(self) -> dict[str, str]:
-        """Map each kernel that the model has to its chosen name."""
+        """Map each operation that the model has, such as `attention`, to its kernel's name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def config(self) -> KernelsConfig:
@@ -227,11 +227,11 @@ def _takes(auto: Auto, facts: DeviceFacts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Functions that try choices on this device.
+    """Functions that try kernels on this device.
 
     Attributes:
-        failure: function (kernel, choice) -> the reason why the choice does not run, or "".
-        refusal: function (kernel, choice, reason) -> the config problem for a named choice that does not run.
+        failure: function (operation, choice), as in ("attention", "flash") -> the reason why this kernel does not run, or "".
+        refusal: function (operation, choice, reason) -> the error message for a configured kernel that does not run.
     """
 
     failure: Callable[[str, str], str]
@@ -384,8 +384,8 @@ def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
 def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) -> Kernels:
     """Resolve and try a run's kernels.
 
-    The call is collective on GPUs if the configuration has an `auto`, unless `is_alone`. Rank 0, or a process alone, prints on
-    stderr which of `auto`'s choices did not run.
+    On GPUs, if any kernel is `auto`, all ranks call this together and agree. On CPUs, or with `is_alone`, each process decides
+    alone. Rank 0, or a process alone, prints on stderr which of `auto`'s choices did not run.
 
     Args:
         config: the run's configuration.

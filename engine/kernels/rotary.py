@@ -69,7 +69,10 @@ def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient dx = dy cos + swap(dy sin)."""
+    """Compute the gradient dx = dy cos + swap(dy sin), where swap exchanges a head's halves.
+
+    `tables` holds cos and sin, from `rope_tables`.
+    """
     if grad.shape[-1] != tables.shape[-1]:
         return _on_first(rope_backward, grad, tables)
     wide, (cos, sin) = accumulate(grad), tables.unbind()
@@ -79,7 +82,8 @@ def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
     """Compute `rope_backward` in place, where dy [s, b, heads, r] holds only the rotated elements.
 
-    The formula dx = dy cos - swap(dy) sin is equal, since the sines' halves are -s and s, and needs one temporary less.
+    It computes dx = dy cos - swap(dy) sin, where swap exchanges a head's halves. This equals dy cos + swap(dy sin), because the
+    halves of sin are -s and s. It needs one temporary less than `rope_backward`.
     """
     wide, (cos, sin) = accumulate(grad), tables.unbind()
     swapped = _swap(wide).mul_(sin)

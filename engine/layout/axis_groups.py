@@ -78,5 +78,5 @@ STREAM_USE: Mapping[str, StreamUse] = {
 
 
 def stream_use(axes: Sequence[str]) -> StreamUse:
-    """Choose how NCCL uses a GPU for a process group that these axes share."""
+    """Choose NCCL's stream priority and thread-block limit for a process group that these axes share."""
     return next((use for name, use in STREAM_USE.items() if name in axes), StreamUse(is_urgent=False, max_ctas=None))

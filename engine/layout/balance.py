@@ -4,8 +4,8 @@
                                                  balanced  2 3 2 1 + head    the busiest rank has 3.
 
 A pipeline step takes as long as its busiest rank. So cuts are compared by the busiest rank's work, then by the largest stage's. Of
-equal cuts, the one with the most even loads is taken. Among cuts that are still equal, the last stage gets fewest layers, then
-the first stage, then the others from the end.
+equal cuts, the one with the most even loads is taken. Ties that remain take a layer from the last stage first, then the
+first, then the others from the end: 10 equal layers on 4 stages become 2 3 3 2.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from itertools import accumulate
 
 
 def balance(layers: Sequence[int], head: int, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
-    """Choose each stage's layer count, in stage order, so that the busiest rank has as little work as possible.
+    """Choose each stage's layer count to give the busiest rank as little work as possible.
 
     The choice is optimal with one stage per rank, and for layers with equal work. Otherwise every layer's work is taken to be the
-    mean, and the even cut is returned if it is better.
+    mean. The even cut (counts at most one apart) is returned if its busiest rank has less work.
 
     Args:
         layers: work per layer, at least as many layers as stages.
-        head: the last stage's work besides its layers; only that stage may get no layer, if that is better.
+        head: the last stage's work besides its layers. Only that stage may get no layer, if the busiest rank then has less work.
         rank_of_stage: each stage's pipeline rank.
     """
     num_stages = len(rank_of_stage)
@@ -57,7 +57,7 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _first_to_lose(num_stages: int) -> list[int]:
-    """List the stages in the order: last, first, then the others from the end. Earlier ones get fewer layers."""
+    """List the stages: last, first, then the others from the end. Stages early in the list get fewer layers."""
     return list(dict.fromkeys([num_stages - 1, 0, *range(num_stages - 2, 0, -1)]))
 
 
@@ -72,7 +72,10 @@ def _reluctance(num_stages: int) -> list[int]:
 def _one_stage_per_rank(
     layers: Sequence[int], head: int, rank_of_stage: Sequence[int], least_at_head: int
 ) -> tuple[int, ...]:
-    """Minimise the largest load by bisection. Then find the most even cut within it by dynamic programming."""
+    """Find the most even cut among those whose busiest rank has the least work.
+
+    The last stage also has work `head`, and gets at least `least_at_head` layers.
+    """
     sums = [0, *accumulate(layers)]
     num_layers, num_stages = len(layers), len(rank_of_stage)
     low, high = 0, sums[-1] + head
@@ -99,7 +102,10 @@ def _one_stage_per_rank(
 
 
 def _fits(layers: Sequence[int], head: int, num_stages: int, least_at_head: int, most: int) -> bool:
-    """Test for a cut with work at most `most` per stage. The last stage has `least_at_head` layers or more, others one or more."""
+    """Test whether some cut gives each stage at most `most` work (in the unit of `layers`).
+
+    The last stage also has work `head`. It gets `least_at_head` layers or more, other stages one or more.
+    """
     at = 0
     for stage in range(num_stages - 1):
         # Each stage between this one and the last needs a layer.
@@ -118,7 +124,8 @@ def _several_stages_per_rank(
 ) -> tuple[int, ...]:
     """Give each stage one layer, then each further layer to the least loaded rank's smallest stage.
 
-    The last stage starts with `least_at_head` layers. Each layer counts as the mean work.
+    The last stage starts with `least_at_head` layers and its extra work `head`. Every layer's work is taken to be the mean of
+    `layers`.
     """
     # Counted in layers x work, so that the mean is a whole number.
     num_layers, num_stages, unit = len(layers), len(rank_of_stage), sum(layers)

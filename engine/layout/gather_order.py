@@ -7,17 +7,18 @@
 A pass in the same direction as the pass before (evaluation, gpipe) starts with one gather that overlaps no computation. A pass in
 the opposite direction finds its first `slots` buckets already gathered.
 
-Embedding and head are buckets 1 and 0 of a buffer with one slot. In the forward, the head is gathered when the first layer is
-used (`next_of_forward`). In the backward, the head is still in the slot, and the embedding is not read.
+Embedding and head have another buffer, with one slot; in this buffer, the embedding is bucket 1 and the head bucket 0. In the
+forward, the head is gathered when the first layer is used (`next_of_forward`). In the backward, the head is still in the slot,
+and the embedding is not read.
 """
 
 
 class GatherOrder:
-    """Tracks which bucket is in each slot, and decides what to gather at each use.
+    """Tracks each slot's bucket, and decides what to gather before a bucket's weights are read.
 
     Args:
         buckets: number of buckets.
-        slots: number of slots.
+        slots: number of slots, each with memory for one gathered bucket.
     """
 
     def __init__(self, buckets: int, slots: int) -> None:
@@ -29,8 +30,8 @@ class GatherOrder:
     def use(self, bucket: int) -> list[int]:
         """List the buckets to gather now: `bucket`, then the next one in the pass's direction.
 
-        A bucket already in its slot is left out. The next bucket is also left out if it needs `bucket`'s slot. The listed buckets
-        are recorded as in their slots.
+        A bucket already in its slot is left out. The next bucket is also left out if it needs `bucket`'s slot. From now on, this
+        object counts each listed bucket as in its slot.
         """
         if abs(bucket - self._last) == 1:
             self._step = bucket - self._last
@@ -47,7 +48,7 @@ class GatherOrder:
     def next_of_forward(self) -> int | None:
         """Return the forward's next bucket, to gather into the only slot; None if none.
 
-        The caller no longer needs the bucket in the slot. The returned bucket is recorded as in the slot.
+        The caller no longer needs the bucket in the slot. From now on, this object counts the returned bucket as in the slot.
         """
         following = self._last - 1
         if self._slots > 1 or following < 0 or self._held[0] != self._last:

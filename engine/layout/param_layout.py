@@ -34,11 +34,13 @@ class BufferKey:
 
     Attributes:
         replicas: axis over which other ranks hold the same parameters, or None.
-        sum_over: axis for the second gradient sum, or None.
-        reduce_over: axis for the first gradient sum; its ranks (in each replica of the state) own one part of the state each.
+        sum_over: axis over which the replicas' gradients are partial sums, added after the sum over `reduce_over`; None: they
+            are whole.
+        reduce_over: axis over which gradients from other samples are summed; its ranks (in each HSDP replica) own one part of
+            the optimizer state each.
         update: what changes the parameters: the optimizer, a rule of their own, or nothing (frozen).
         cut: what is sharded over the owner ranks: optimizer state, main grads too, or weights too.
-        of_ends: whether the parameters are the embedding and the head, which are cut apart from the layers.
+        of_ends: whether the buffer holds the sharded embedding and head; layers have other buffers.
     """
 
     replicas: ReplicaAxis | None
@@ -54,7 +56,7 @@ class BufferKey:
 
         Args:
             zero: stage of ZeRO. From 2 on, the gradients of the layers' matrices are sharded. Embedding and head are sharded
-                only if this saves memory: one slot plus the owned parts must be smaller than both whole.
+                only if this saves memory: their shared scratch slot plus this rank's parts must be smaller than both matrices.
             owners: number of ranks that own one part each; with one rank, nothing is sharded.
             ends: how many of embedding and head this rank holds, if untied and with the same update.
         """
@@ -72,7 +74,7 @@ class BufferKey:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the parameters have gradients."""
+        """Whether the buffer's parameters have gradients. Those with an update rule of their own have none."""
         return self.update != "rule"
 
     @property
@@ -138,7 +140,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """All parameters with one key, in buckets. `numel` is the buffer's length, padding included."""
+    """One buffer: all parameters with the same `BufferKey`, in buckets. `numel` is its length, padding included."""
 
     key: BufferKey
     numel: int
@@ -176,7 +178,8 @@ def layout_parameters(
     Args:
         records: this rank's parameters, in forward order.
         dp: number of ranks that own a part of the dense parameters' state each.
-        bucket_numel: a bucket with at least this many elements gets no more; sharded main grads have one bucket per layer or end.
+        bucket_numel: a bucket with at least this many elements gets no more. With sharded main grads, there is instead one bucket
+            for each layer, the embedding and the head.
         expert_dp: number of ranks that own a part of the experts' state each.
         zero: stage of ZeRO (`BufferKey.of`).
         alignment: number of elements; every owned part is padded to a multiple (64 elements are 256 bytes in fp32).

@@ -48,7 +48,7 @@ class ParallelSizes:
     """Number of ranks on each axis, and sizes derived from them.
 
     Attributes:
-        dp_replicas: number of copies of the optimizer's state; each copy is cut over dp / dp_replicas x cp ranks.
+        dp_replicas: number of copies of the optimizer's state; each copy is cut over (dp / dp_replicas) x cp ranks.
         ep: number of ranks in a stage over which experts are cut; dp x cp x tp = expert_dp x ep x etp.
         etp: number of ranks in a stage over which each expert's width is cut.
         vpp: chunks per pipeline rank.
@@ -153,7 +153,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """One rank's position on each axis."""
+    """One rank's index, from 0, on the pipeline, data-, context- and tensor-parallel axes."""
 
     pp: int
     dp: int
@@ -253,7 +253,7 @@ class RankGrid:
         )
 
     def shards(self, axis: ReduceAxis) -> tuple[tuple[int, ...], ...]:
-        """List the rank groups over which one copy of the state is cut, a part per rank."""
+        """List the rank groups that share one copy of the optimizer state. `axis`: dense or expert parameters."""
         groups = self.groups("dp", "cp") if axis == "dp" else self.expert_replicas()
         return _runs(groups, self.sizes.owners(axis))
 
@@ -287,5 +287,4 @@ class RankGrid:
 
 
 def _runs(groups: Sequence[tuple[int, ...]], size: int) -> tuple[tuple[int, ...], ...]:
-    """Cut each group into runs of `size` members."""
     return tuple(group[start : start + size] for group in groups for start in range(0, len(group), size))

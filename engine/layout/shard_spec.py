@@ -100,7 +100,7 @@ class ParamSpec:
 
     @property
     def is_untied_end(self) -> bool:
-        """Whether it is the embedding of a model with a head of its own, or that head."""
+        """Whether this is a vocabulary matrix that only the embedding or only the head uses. Each is a model end."""
         return self.padded_size is not None and not self.tied_ends
 
     @property
@@ -155,7 +155,7 @@ class ParamRecord:
 
     @property
     def box_numel(self) -> int:
-        """Number of logical elements on this rank; they come first in the row-major physical tensor."""
+        """Number of elements on this rank, padding rows excluded. They come first in the row-major local tensor."""
         return math.prod(self.box_shape)
 
 

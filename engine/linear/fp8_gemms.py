@@ -46,8 +46,8 @@ class Fp8Form(LinearForm):
         makes_again: function (name in `recompute.modules`) -> whether the current layer recomputes that module in the backward.
         sends: whether sequence parallelism gathers FP8 bytes (`precision.fp8.gather`).
         counts: counters for the values that FP8 loses (`fp8_shares.py`), or None.
-        alone_without: modules (`recompute.modules`) that save the layer's input too if recomputed; None: another layer
-            always saves it.
+        alone_without: module names (`recompute.modules`). If the run recomputes none of these, only this layer saves its input X.
+            None: another layer always saves X.
     """
 
     fp8: Fp8
@@ -61,7 +61,7 @@ class Fp8Form(LinearForm):
 
     @classmethod
     def of(cls, fp8: Fp8, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form":
-        """Build the form for a run; `saved` decides which tensors the rank's chunks save."""
+        """Build an `Fp8Form` from the run's config; `saved` decides which tensors the rank's chunks save."""
         counts = None
         if config.telemetry.fp8_interval is not None:
             is_first = topology.coordinates.dp == topology.coordinates.cp == 0
@@ -130,9 +130,9 @@ class Fp8Gemms(LinearGemms):
         return region.leave_backward(sent, purpose), Operand(sent, largest)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Compute an ungathered X's scale, and round X to FP8 if only this layer saves it.
+        """Compute the scale for an X that needs no gather. Round X to FP8 if only this layer saves it.
 
-        With block scales, or if another layer also saves X, X stays in the run's dtype, and `forward` rounds it.
+        If another layer saves X too, `forward` rounds X. With block scales, `forward` always does, and the scale is None.
         """
         largest = self._input_amax(x, is_cut=self.parts.cuts_inputs)
         return Operand(self._as_bytes(x, largest, is_cut=self.parts.cuts_inputs) if self._is_stored() else x, largest)
@@ -199,7 +199,10 @@ class Fp8Gemms(LinearGemms):
         return self.form.sends and region.gathers
 
     def _is_stored(self) -> bool:
-        """Test whether X has one scale and nothing else saves X, so that the layer saves X in FP8."""
+        """Test whether the layer saves its input X in FP8.
+
+        It does if FP8 has one scale per tensor (no block scales) and nothing else saves X.
+        """
         parts = self.form.alone_without
         is_alone = parts is not None and not any(map(self.form.makes_again, parts))
         return is_alone and self.form.fp8.recipe.is_tensorwise
@@ -222,13 +225,19 @@ class Fp8Gemms(LinearGemms):
         return _bytes_of(rounded, x.shape)
 
     def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count X's values that FP8 clamps or makes zero. Do so only in counted steps, and not during recomputation."""
+        """Count values in the layer's input X that FP8 clamps or makes zero.
+
+        Count only in the steps selected by `telemetry.fp8_interval`, and not during recomputation.
+        """
         counts = self.form.counts
         if counts is not None and counts.is_open and not counts.is_replay():
             self._count("input", matrix, rounded, is_cut=is_cut)
 
     def _count_weights(self) -> None:
-        """Count the weights that FP8 clamps or makes zero, once per counted step. Only ranks with `has_weights` do."""
+        """Count the weights that FP8 clamps or makes zero, once per `telemetry.fp8_interval` steps.
+
+        Only the first data- and context-parallel rank counts (`Fp8Counts.has_weights`).
+        """
         counts = self.form.counts
         if counts is None or not (counts.is_open and counts.has_weights) or self._counted_step == counts.step:
             return
@@ -238,7 +247,10 @@ class Fp8Gemms(LinearGemms):
             self._count("weight", weight, copy, is_cut=is_cut)
 
     def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count an operand's values that FP8 clamps or makes zero, in counted steps. Only tp rank 0 counts an uncut operand."""
+        """Count an operand's values that FP8 clamps or makes zero, in steps selected by `telemetry.fp8_interval`.
+
+        If the operand is not cut over tp, only tp rank 0 counts it.
+        """
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
             counts.add(self.parts.name, role, matrix, rounded)

@@ -33,7 +33,7 @@ def count_lost(matrix: torch.Tensor, rounded: Quantised) -> torch.Tensor:
 
 
 class Fp8Counts:
-    """One rank's counts in a step.
+    """One rank's counts of nonzero, zeroed and clamped operand values in one step.
 
     Args:
         linears: names of all FP8 layers in the model, the same on every rank.
@@ -63,7 +63,7 @@ class Fp8Counts:
         self.step += 1
 
     def end(self) -> torch.Tensor:
-        """End the counted step; return this rank's counts since `begin`, int64 [layers, operands, 3]."""
+        """End the counted step. Return this rank's nonzero, zeroed and clamped values, int64 [layers, operands, 3]."""
         self.is_open = False
         return self._counts
 

@@ -53,7 +53,8 @@ class ColumnParallelLinear(nn.Module):
         weights: parameters [.., in], in the order of the output's columns.
         biases: one per weight, or none.
         name: label of the layer's calls in the communication ledger (`engine/comm/ledger.py`).
-        consumer_sums_biases: whether the consumer of Y calls `takes_bias_total`, once before each backward through the layer.
+        consumer_sums_biases: whether the module that reads the output Y can sum dY for the bias gradients. It then calls
+            `takes_bias_total` once before each backward through this layer.
     """
 
     def __init__(
@@ -101,7 +102,10 @@ class ColumnParallelLinear(nn.Module):
 
     @property
     def takes_bias_total(self) -> AddTotal:
-        """The function that Y's consumer calls with dY's sum over tokens [rows], or None if no sum is needed."""
+        """The function that adds dY's sum over tokens [rows] to the bias gradients.
+
+        The module that reads the output Y calls it. None: this layer needs no call.
+        """
         return self.gemms.add_bias_total if self.gemms.biases_are_summed_by_consumer else None
 
 

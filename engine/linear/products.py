@@ -4,8 +4,9 @@
     input gradient    dX = dY W
     weight gradient   dW += dY^T X
 
-X [n, in] and dY [n, out] are whole if the layer has gathered them. Otherwise their columns are cut over tp. A `LinearForm` selects
-the implementation: torch in the run's dtype (here), FP8 (`fp8_gemms.py`), or Transformer Engine (`te_gemms.py`).
+A column-parallel layer has the whole X [n, in], gathered over the sequence, and this rank's columns of dY [n, out]. A row-parallel
+layer has this rank's columns of X, and the whole dY. A `LinearForm` selects the implementation: torch in the run's dtype (here),
+FP8 (`fp8_gemms.py`), or Transformer Engine (`te_gemms.py`).
 """
 
 from abc import abstractmethod
@@ -33,7 +34,8 @@ class Operand(NamedTuple):
 
     Attributes:
         tensor: [.., columns] in the run's dtype, or FP8 values as bytes.
-        scale: largest absolute value, from which one FP8 scale is computed; None: no scale, or one for each block.
+        scale: largest absolute value in the tensor, from which its one FP8 scale is computed. None if the products do not use
+            FP8, or if each block has its own scale.
     """
 
     tensor: torch.Tensor
@@ -50,19 +52,19 @@ class FusedWeights:
     As separate parameters, members can be cut, summed and saved differently.
 
     Attributes:
-        values: W's matrices, as of the last `complete`.
+        values: the members' weights as `Matrices`; `complete` brings them up to date.
         all_rows: slice over all rows in W.
     """
 
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
-        """Take the members and their matrices' width, which is None for biases (vectors)."""
+        """Take the parameters to stack (`members`) and their number of columns, None for biases (vectors)."""
         self.members = tuple(members)
         self.values = Matrices(self.members, "value", in_features)
         self._main_grads = Matrices(self.members, "main_grad", in_features)
         self.all_rows = slice(0, sum(member.record.numel for member in self.members) // (in_features or 1))
 
     def version(self) -> int | None:
-        """Compute a number that changes whenever the weights do; None if the members have no bucket."""
+        """Compute a number that changes whenever the weights do. None if the parameters are in no bucket."""
         if self.members[0].bucket is None:
             return None
         return sum(member.bucket.version for member in self.members if member.bucket is not None)
@@ -76,10 +78,10 @@ class FusedWeights:
         return self.values.now()
 
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
-        """Add a gradient to the main grads, one call of `add` per matrix, and notify the buckets.
+        """Add a gradient to the main grads, one call of `add` per matrix. Each parameter's bucket counts it.
 
-        A step's first gradient replaces the main grads (in a ZeRO-2 or 3 `Slot`, each microbatch's first). `grad` is dY [n, out];
-        `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
+        A step's first gradient replaces the main grads. If ZeRO-2 or 3 shards them, each microbatch's first gradient does. `grad`
+        is dY [n, out]; `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
         """
         buckets = [member.bucket for member in self.members if member.bucket is not None]
         assert len(buckets) == len(self.members), f"{self.members[0].record.name} has no grad buffer"
@@ -98,10 +100,10 @@ class Matrices:
     Args:
         members: the parameters.
         name: parameter attribute that holds the tensor (`value` or `main_grad`).
-        width: number of columns; None: vectors.
+        width: number of columns; None: each tensor is viewed as a vector.
 
     Attributes:
-        views, transposes: the matrices [rows, in] and [in, rows], valid after `now`.
+        views, transposes: the matrices [rows, in] and [in, rows]. Call the method `now` before reading.
         rows: slice of W's rows in each view.
     """
 
@@ -115,7 +117,7 @@ class Matrices:
         self.rows: list[slice] = []
 
     def now(self) -> "Matrices":
-        """Rebuild the views if a parameter's tensors have been replaced since; return this object."""
+        """Rebuild `views` if a parameter has had new tensors bound since the last call. Return this object."""
         bindings = self._bindings
         for place, member in enumerate(self._members):
             if not bindings or member.num_bindings != bindings[place]:
@@ -147,7 +149,7 @@ class Matrices:
 
 
 class LinearParts(NamedTuple):
-    """The layer properties from which its products are built.
+    """The layer properties from which its products (see the module) are built.
 
     Attributes:
         name: the layer's name.
@@ -156,7 +158,8 @@ class LinearParts(NamedTuple):
         kernel: kernel for the weight gradients.
         cuts_inputs, cuts_outputs: whether X, and Y, are cut over tp.
         sums_biases: whether the products also add the bias gradients.
-        consumer_may_sum: whether the consumer of Y calls `LinearGemms.add_bias_total` if no product sums dY.
+        consumer_may_sum: whether the module that reads the output Y can sum dY. It then calls `LinearGemms.add_bias_total`, unless
+            the weight-gradient product already sums dY.
     """
 
     name: str
@@ -210,11 +213,11 @@ class LinearGemms:
         return region.leave_backward(grad, purpose), Operand(grad)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Wrap an X [.., in] that needs no gather as an operand. Subclasses may add a scale."""
+        """Wrap X [.., in] as an `Operand`, when X needs no gather. Subclasses may add a scale."""
         return Operand(x)
 
     def whole_grad(self, grad: Operand) -> Operand:
-        """Complete dY [.., out] with the scale that `input_grad` and `add_weight_grads` need."""
+        """Return a whole dY [.., out] with the FP8 scale that `input_grad` and `add_weight_grads` need (here none)."""
         return grad
 
     def forward(self, x: Operand) -> torch.Tensor:
@@ -242,7 +245,8 @@ class LinearGemms:
     def add_weight_grads(self, grad: Operand, x: Operand) -> None:
         """Add dY^T X to the main grads. The shapes are dY [.., out], X [.., in].
 
-        Also add dY's sum to the biases' main grads, if `LinearParts.sums_biases` and the consumer does not sum it.
+        If `LinearParts.sums_biases`, also add dY's sum over tokens to the biases' main grads. Skip this if the module that reads
+        the output Y does so (`biases_are_summed_by_consumer`).
         """
         total = self.add_products(grad, x)
         if self._sums_biases:
@@ -264,7 +268,10 @@ class LinearGemms:
         return None
 
     def vectors(self) -> Iterable[torch.Tensor | None]:
-        """List each matrix's bias vector [rows], after `complete`; an endless series of None without biases."""
+        """List each matrix's bias vector [rows]; without biases, an endless series of None.
+
+        Call `weights.complete` first.
+        """
         if self.biases is None:
             return repeat(None)
         vectors, matrices = self.biases.complete(), self.weights.values
@@ -295,12 +302,12 @@ class GeluGemms(LinearGemms):
 
 
 class LinearForm:
-    """A builder of layers' products in the run's dtype; subclasses build other products."""
+    """Builds each layer's `LinearGemms` in the run's dtype. Subclasses build them in FP8 or with Transformer Engine."""
 
     def alone(self, *parts: str) -> "LinearForm":
-        """Return the form for a layer that alone saves its input for the backward.
+        """Return the form for a layer that alone saves its input X for the backward.
 
-        Exception: if one of `parts` (`recompute.modules`) is recomputed, it saves the input too.
+        If the run recomputes one of the modules `parts` (`recompute.modules`), that module also saves or restores X.
         """
         return self
 

@@ -42,7 +42,7 @@ class Slot:
     sending: "Bucket | None" = None
 
     def free(self) -> None:
-        """Wait for the reduce-scatter that reads the slot. Add its result to the bucket's owned main grads."""
+        """Free this slot. Wait for the reduce-scatter that reads it, and add the sums to the bucket's `owned_grads`."""
         if self.sending is not None:
             self.sending.keep_sum()
             self.sending = None
@@ -52,15 +52,15 @@ class WeightSlots:
     """Scratch slots for the gathered weights of the buckets in use (ZeRO-3).
 
     A bucket's first use waits for its gather, and posts the gather of the next bucket. That gather may overwrite a bucket that is
-    no longer needed: the bucket's last use was posted earlier, so it runs earlier. Embedding and head share one slot; the first
-    use of a layer posts the head's gather.
+    no longer needed: the kernels that read the old bucket were posted earlier, so they run earlier. Embedding and head have
+    another `WeightSlots`, with one slot; the first use of a layer posts the head's gather.
 
     Args:
         buckets: the buffer's buckets, each with its slot's memory.
         slots: number of slots.
 
     Attributes:
-        ends: slots for embedding and head, listed only in the layers' `WeightSlots`.
+        ends: in the layers' `WeightSlots`, the `WeightSlots` for embedding and head; empty in all others.
     """
 
     def __init__(self, buckets: "Sequence[Bucket]", slots: int) -> None:
@@ -131,7 +131,7 @@ class ReplicaSums:
             self._summing.append(self._axis.all_reduce(before.owned_grads, REPLICA_GRADIENTS))
 
     def finish(self) -> None:
-        """Post the last sum, and wait for all."""
+        """Post the last bucket's sum over replicas, and wait for all buckets' sums over replicas."""
         self.sent(None)
         for pending in self._summing:
             pending.wait()
@@ -140,10 +140,11 @@ class ReplicaSums:
 
 @dataclass
 class Bucket:
-    """A buffer range whose gradients are reduced in one call, and whose parameters are gathered in one.
+    """A buffer range that is reduced (gradients) and gathered (parameters) in one call each.
 
     Gradients come in rounds, each of which ends with a reduce-scatter. A bucket with whole main grads has one round in a step.
-    A bucket in a slot has one for each microbatch: it takes the slot at its first gradient, and adds the sum to its own part.
+    A bucket in a `slot` has one for each microbatch: it takes the slot at the round's first gradient, and later adds the reduced
+    gradient to `owned_grads`.
 
     Attributes:
         owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
@@ -154,7 +155,7 @@ class Bucket:
         owned_grads: main grads of the owned part, fully summed after `GradBuffers.finish`; a view into `grads` without a slot.
         slot: scratch memory for main grads that the bucket shares with others; None: `grads` are its own.
         weight_slots: scratch memory for weights that the bucket shares with others; None: `weights` are its own.
-        replica_sums: sum over replicas of the state; None: there is one.
+        replica_sums: object that sums `owned_grads` over replicas of the state (HSDP); None: there is only one replica.
         expected: number of gradients per round, for each parameter that gets gradients.
         missing: number of gradients that each parameter still expects in this round.
         num_missing: sum of `missing`; 0 between rounds.
@@ -189,16 +190,19 @@ class Bucket:
     version: int = 0
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
-        """Begin a step. First gradients overwrite the old main grads; each use of a parameter adds one per microbatch."""
+        """Begin a step. The parameters' first gradients overwrite the old main grads.
+
+        In each microbatch, every layer that uses a parameter adds one gradient.
+        """
         self.rounds_left, per_round = (1, num_microbatches) if self.slot is None else (num_microbatches, 1)
         for parameter in self.expected:
             self.expected[parameter] = parameter.num_uses * per_round
         self.num_missing, self.has_sum, self.on_grad = 0, False, on_grad
 
     def overwrites(self, parameter: ShardedParameter) -> bool:
-        """Return whether the parameter's next gradient replaces its main grad; called before each gradient is added.
+        """Return whether the parameter's next gradient replaces its main grad. Called before each gradient is added.
 
-        The first gradient of a round takes the slot.
+        If the bucket has a `slot`, the first gradient since the last reduce-scatter takes the slot.
         """
         if self.num_missing == 0:
             self._begin_round(parameter)
@@ -215,7 +219,10 @@ class Bucket:
             self.grads[self.layout.entries[-1].stop - self.layout.start :].zero_()
 
     def grad_added(self, parameter: ShardedParameter) -> None:
-        """Count one gradient, from one use of the parameter in one microbatch; a round's last one posts the reduce-scatter."""
+        """Count one gradient, from one use of the parameter in one microbatch.
+
+        When the bucket's last expected gradient has come, post its reduce-scatter.
+        """
         # Called before counting: the last gradient posts a reduce-scatter, which overwrites the owned main grads.
         if self.on_grad is not None:
             self.on_grad(parameter)
@@ -240,7 +247,10 @@ class Bucket:
         return self.grads[start - self.layout.start : stop - self.layout.start]
 
     def keep_sum(self) -> None:
-        """Wait for the reduce-scatter in flight, if there is one; with a slot, add its result to the owned main grads."""
+        """Wait for the reduce-scatter in flight, if any, so that `owned_grads` include its result.
+
+        If the bucket has a scratch `slot`, add the result; else it is already in place.
+        """
         if self.reducing is None:
             return
         self.reducing.wait()
@@ -256,7 +266,10 @@ class Bucket:
         self.is_complete = False
 
     def complete(self) -> None:
-        """Wait for the weights; in slots they are complete until another bucket of the buffer is used."""
+        """Wait until `weights` are gathered.
+
+        With `weight_slots` (ZeRO-3), they stay complete until a layer needs another bucket of the buffer.
+        """
         if self.weight_slots is None:
             self.wait_for_gather()
             self.is_complete = True
@@ -274,7 +287,7 @@ class Bucket:
             self.gathering = None
 
     def keep_weights(self) -> None:
-        """Copy the owned part of `weights` to `owned_weights`, after `weights` in a slot were changed."""
+        """Copy this rank's part of changed `weights` to `owned_weights`, which only ZeRO-3 stores apart."""
         if self.weight_slots is not None:
             start, stop = self.owned
             self.owned_weights.copy_(self.weights[start - self.layout.start : stop - self.layout.start])

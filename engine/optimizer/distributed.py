@@ -9,8 +9,8 @@ average. Afterwards it rounds the masters into the parameters and all-gathers th
 
     torch      torch's fused operator; scaling the gradients and converting narrow state take separate passes.
     compiled   `_update`, which does everything in one pass over a range of a bucket, even with several update rules
-               (`stretches.py`). An extension's rule always runs through `_update`; `torch` runs it uncompiled.
-    apex       FusedAdam's kernel, in one launch for all runs with one `UpdateRule` (`apex_update.py`).
+               (`stretches.py`). An extension's rule always uses `_update`; with `torch`, `_update` is not compiled.
+    apex       FusedAdam's kernel, in one launch for all elements with the same `UpdateRule` (`apex_update.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,12 +86,12 @@ class DistributedOptimizer:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
         precision: stored forms for masters and moments.
-        is_compiled, apex: kernel choice, as in the module's table; the kernel is `torch` if neither is given.
+        is_compiled, apex: choice of the kernel `compiled` or `apex` (see the module); `torch` if neither is given.
         own: an extension's rule, which runs only through `_update`, compiled or not.
 
     Attributes:
         owned, trained: all owned buckets, and the ones that updates change.
-        resident: the trained buckets in pieces whose state is on the device when an update needs it.
+        resident: all trained buckets, cut into pieces. A piece's state is on the device while its update runs.
         state_kinds: the master, this optimizer's moments, and the average if there is one.
         wide: the parameters' accumulation dtype, in which an update is computed.
     """
@@ -191,7 +191,7 @@ class DistributedOptimizer:
         self.buffers.gather()
 
     def restored(self, num_updates: int) -> None:
-        """Finish loading a state: gather the owned parameters, which follow the loaded masters, on every rank.
+        """Finish loading a state: all-gather the owned parameters, already rounded from the loaded masters.
 
         Args:
             num_updates: number of updates in the loaded moments (Adam's bias correction).
@@ -227,7 +227,7 @@ class DistributedOptimizer:
             piece.state.write(state)
 
     def _factors(self, lr: float, grad_scale: torch.Tensor) -> torch.Tensor:
-        """Compute the step's scalars [rules, factors + 1]: for each rule those from `Update.factors`, then the weight decay."""
+        """Compute [rules, factors + 1]: for each `UpdateRule`, its `Update.factors`, then its weight decay."""
         # Scalars that change stay tensors: Python numbers would be compiled into the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
         rows = [
@@ -269,7 +269,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | No
 
 
 def _none(runs: Sequence[Run]) -> Sequence[Stretch]:
-    """Return no launches, since only the elementwise update (`_update`) uses stretches."""
+    """Return no stretches, for the kernels `torch` and `apex`; only `_update` needs them."""
     return ()
 
 

@@ -40,11 +40,12 @@ class FlatBuffer:
     """The tensors of one buffer.
 
     Attributes:
-        weights: tensors that hold the weights: one [layout.numel]; or the owned parts [layout.numel / owners] and the slots.
+        weights: tensors that hold the weights. Whole: one [layout.numel]. Sharded: the owned parts [layout.numel / owners], then
+            the scratch slots, one tensor each.
         grads: tensors that hold the main grads, likewise; none for untrained parameters.
         reduce_axis: axis whose ranks own a part of each bucket.
         sum_axis: axis over which reduced gradients are still partial sums, after the sum over replicas; None: they are whole.
-        is_first: whether no rank before this one owns the same parts: this rank counts and saves them.
+        is_first: whether this rank is the first that owns these parts; only the first counts them in norms, and saves them.
         is_updated: whether the optimizer changes the parameters: they are trained, and not frozen.
         weight_slots: slots for the gathered weights in use; None: this rank holds all weights.
     """
@@ -64,13 +65,13 @@ class GradBuffers:
     """All flat buffers on one rank.
 
     A bucket joins many parameters, because one small collective per parameter would be bound by latency. A buffer has many buckets,
-    so the first reductions run while most of the backward is still ahead. Gradients are counted, not hooked to a module's end, so
-    microbatches, weights with two uses and deferred GEMMs need no special cases.
+    so the first reductions run while most of the backward is still ahead. A bucket is ready when all its gradients are counted, not
+    when a module's backward ends. So microbatches, weights with two uses and deferred GEMMs need no special cases.
 
     Args:
         layouts: the frozen layout for this rank's parameters.
         parameters: the modules' parameters by name; they are bound to views into the flat tensors.
-        reduce_axes: axes whose ranks own one part of the state each, by `BufferKey.reduce_over`.
+        reduce_axes: for each value of `BufferKey.reduce_over`, the axis whose ranks own one part of the state each.
         axes: axes over which replicas' gradients are summed, by name; only those that this rank needs.
         state_replicas: axis whose ranks own the same parts (`parallel.dp_replicas`); None: there is one replica.
 
@@ -128,12 +129,13 @@ class GradBuffers:
 
     @property
     def buckets(self) -> Iterator[Bucket]:
-        """The buckets in all buffers."""
+        """All buckets, buffer by buffer. In each buffer, the last layer's bucket comes first."""
         return (bucket for buffer in self.buffers for bucket in buffer.buckets)
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None = None) -> None:
-        """Begin a step. First gradients overwrite the old main grads; each parameter expects `num_microbatches` per use.
+        """Begin a step. The parameters' first gradients overwrite the old main grads.
 
+        Each parameter expects `num_microbatches` gradients from each layer that uses it.
         `on_grad` is called in this step with each parameter whose gradient was added, before its bucket is reduced.
         """
         for bucket in self.buckets:
@@ -159,8 +161,8 @@ class GradBuffers:
     def gather(self, *, untrained: bool = False) -> None:
         """Post the all-gathers for updated parameters, in the order in which the forward needs them.
 
-        With `untrained`, parameters that the optimizer does not change are gathered too. Weights in slots are dropped instead, and
-        gathered at their next use.
+        With `untrained`, parameters that the optimizer does not change are gathered too. For sharded weights (ZeRO-3), nothing is
+        posted: old gathered copies are dropped, and each bucket is gathered at its next use.
         """
         for buffer in self.buffers:
             if buffer.weight_slots is not None:
@@ -173,7 +175,10 @@ class GradBuffers:
                 bucket.gather()
 
     def wait_all(self) -> None:
-        """Complete every parameter that is not in a slot before something else reads it, such as a checkpoint."""
+        """Wait for the all-gathers before something else, such as a checkpoint, reads the parameters.
+
+        Sharded weights (ZeRO-3) are left out.
+        """
         for bucket in self.buckets:
             if bucket.weight_slots is None:
                 bucket.complete()
@@ -218,7 +223,6 @@ def _buckets(
     grads: Sequence[torch.Tensor],
     replica_sums: ReplicaSums | None,
 ) -> list[Bucket]:
-    """Build a buffer's buckets over its tensors."""
     slots = [Slot(scratch) for scratch in grads[1:]]
     buckets = []
     for number, bucket in enumerate(layout.buckets):
@@ -236,7 +240,10 @@ def _buckets(
 def _places(
     bucket: BucketLayout, owned: tuple[int, int], owners: int, tensors: Sequence[torch.Tensor], number: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of a bucket's elements [stop - start], and of its owned ones, in `tensors`. No tensors: empty."""
+    """Return views of bucket `number`: all its elements [stop - start], and the owned ones.
+
+    If sharded, `tensors` are the owned parts, then the slots. No tensors: empty views.
+    """
     if not tensors:
         return torch.empty(0), torch.empty(0)
     flat, *slots = tensors

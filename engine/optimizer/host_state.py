@@ -31,8 +31,8 @@ class InHostMemory:
 
     Args:
         trained: the buckets that updates change.
-        runs_of: each bucket's runs of elements.
-        join: function that joins runs into launches.
+        runs_of: each bucket's runs: slices of elements with one update rule each.
+        join: function that joins adjacent runs into stretches, one kernel launch each.
         device: device of the parameters.
 
     Attributes:
@@ -105,6 +105,6 @@ class InHostMemory:
 
 
 def _inside(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Cut runs to the elements from `start` to `stop`, counted from `start`."""
+    """Cut runs (slice, update rule) to elements `start` to `stop`. The returned slices count from `start`."""
     cut = [(slice(max(where.start, start) - start, min(where.stop, stop) - start), rule) for where, rule in runs]
     return [(where, rule) for where, rule in cut if where.start < where.stop]

@@ -28,7 +28,8 @@ class ScaleState(NamedTuple):
     Attributes:
         scale: scale for the next step.
         updates: number of updates since the last overflow or doubling.
-        hysteresis: number of overflows until the scale halves, counting the one that halves it; at 0 each overflow halves it.
+        hysteresis: number of overflows until the scale halves, counting the one that halves it. It stays 0 after a halving: each
+            overflow then halves the scale, until a doubling restarts the count.
     """
 
     scale: float

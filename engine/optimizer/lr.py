@@ -85,7 +85,10 @@ class Fall(NamedTuple):
 
 
 def fall_of(optimizer: OptimizerConfig, step_tokens: int, num_tokens: int) -> Fall | None:
-    """Find a schedule's fall, with the arguments of `learning_rate`; None if the rate does not fall to `min_lr`."""
+    """Find the shape, start and end of the decay or cooldown to `min_lr`. None if there is none.
+
+    The arguments are those of `learning_rate`.
+    """
     if optimizer.lr_schedule in DECAYS:
         end = num_tokens if optimizer.decay_steps is None else optimizer.decay_steps * step_tokens
         return Fall(optimizer.lr_schedule, warmup_tokens(optimizer, step_tokens), end)
@@ -100,7 +103,10 @@ def warmup_tokens(optimizer: OptimizerConfig, step_tokens: int) -> int:
 
 
 def _undecayed(consumed_tokens: int, optimizer: OptimizerConfig, warmup: int) -> float:
-    """Compute the rate after the warm-up, before any fall to `min_lr`; for `inverse_sqrt`, `warmup` is at least one step long."""
+    """Compute the rate after the warm-up, before any fall to `min_lr`.
+
+    `warmup` is in tokens. For `inverse_sqrt`, the caller passes at least one step's tokens.
+    """
     if optimizer.lr_schedule != "inverse_sqrt":
         return optimizer.lr
     return optimizer.lr * math.sqrt(warmup / max(consumed_tokens, warmup))

@@ -25,13 +25,13 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an owned bucket, in whose elements an update runs.
+    """A part of an owned bucket, with all that its update reads and writes.
 
     Attributes:
-        where: the part's slice of the owned elements.
-        state: the part's state on the device.
-        runs: runs of elements under one rule, from the part's start.
-        stretches: the same runs, joined into launches of the elementwise update.
+        where: the piece's slice of the owned elements.
+        state: the piece's state on the device.
+        runs: slices with one `UpdateRule` each, counted from the piece's start.
+        stretches: the same runs, joined where adjacent, even if rules differ. One launch updates one stretch.
         home: pairs (device tensor, host tensor) to copy; empty if the state stays on the device.
     """
 
@@ -44,7 +44,7 @@ class Piece:
 
     @property
     def grads(self) -> torch.Tensor:
-        """The part's main grads."""
+        """This piece's main grads [n], a view into the bucket's owned main grads."""
         return self.owned.grads[self.where]
 
 
@@ -53,8 +53,8 @@ class OnDevice:
 
     Args:
         trained: the buckets that updates change.
-        runs_of: each bucket's runs of elements.
-        join: function that joins runs into launches.
+        runs_of: each bucket's runs: slices of elements with one update rule each.
+        join: function that joins adjacent runs into stretches, one kernel launch each.
 
     Attributes:
         tensors, host_tensors: the state's tensors on the device and in host memory.

@@ -1,17 +1,19 @@
 """Optimizer state for one owned part of a bucket, in its stored form.
 
-    kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
-    master       the exact weights; the parameters themselves `masters: split`   exact: the parameter holds the upper 16 bits,
-                 in fp32 and float64 runs, and if frozen                         a remainder the lower 16
-    moments      the optimizer's moments (`OptimizerKind`)    `moments: bf16`    rounded after each step
-    ema          the masters' moving average                  -
+    kind       wide (accumulation dtype)                    narrow (bf16 runs, by choice)
+    master     the exact weights                            `masters: split`    exact: the parameter holds the upper 16 bits,
+                                                                                a remainder the lower 16
+    moments    the optimizer's moments (`OptimizerKind`)    `moments: bf16`     rounded after each step
+    ema        the masters' moving average                  -
+
+In fp32 and float64 runs, and for frozen parameters, the parameters themselves are the masters.
 
 Bytes per parameter in a bf16 run with AdamW's two moments, including the weight and its fp32 main grad: wide 2 + 4 + 12 / dp; both
 narrow 2 + 4 + 6 / dp; 4 / dp more with `optimizer.ema`.
 
-A split master is its rounding to bf16, ties away from zero, plus a remainder to add to these bits, from -2^15 to 2^15 - 1. (A
-cast rounds ties to even, which a signed 16-bit remainder cannot undo. The two roundings differ for one value in 2^17, by one bf16
-step.)
+A split master has two parts: the parameter and a remainder. The parameter is the master rounded to bf16, ties away from zero. The
+remainder, from -2^15 to 2^15 - 1, is the master's bits minus 2^16 x the parameter's bits. (A cast rounds ties to even,
+which a signed 16-bit remainder cannot undo. The two roundings differ for one value in 2^17, by one bf16 step.)
 
 A bf16 moment has 8 significant bits. A step changes the moment only if the change is above half its last bit, 2^-9 of its
 value. The moment therefore stops within 2^-9 / (1 - beta) of its target: 4 % for the second moment with beta2 = 0.95.
@@ -51,7 +53,7 @@ class StoredState:
         return self.over([tensor[where] for tensor in self.tensors])
 
     def over(self, tensors: Sequence[torch.Tensor]) -> "StoredState":
-        """Copy this form with other tensors, such as clones."""
+        """Return a `StoredState` with the same dtype and other tensors, such as clones."""
         return replace(self, tensors=tuple(tensors))
 
     def widened(self) -> torch.Tensor:
@@ -75,7 +77,8 @@ class OptimizerState:
 
     Args:
         parameters: view into the flat buffer.
-        kept: stored tensor of each kind, on the parameters' device or in host memory; a master without one is the parameters.
+        kept: stored tensor of each kind, on the parameters' device or in host memory. If the master
+            has no entry, the parameters are the master.
 
     Attributes:
         wide: accumulation dtype, used for reads and writes.
@@ -98,7 +101,7 @@ class OptimizerState:
 
         Args:
             kinds: the state's kinds, the master first.
-            rows: stored form of each kind (`state_rows`); a master without a row is the parameters themselves.
+            rows: stored form of each kind (`state_rows`). If the master has no entry, the parameters are the master.
             allocate: source of the tensors; None: the parameters' device.
         """
         dtypes = {kind: STORED_DTYPES[rows[kind].dtype] for kind in kinds if kind in rows}
@@ -114,7 +117,7 @@ class OptimizerState:
         return state
 
     def piece(self, where: slice, kept: Mapping[StateKind, torch.Tensor]) -> "OptimizerState":
-        """Return the state for the parameters in slice `where`. `kept` holds the slice's stored tensors."""
+        """Build the state for a slice of this state's parameters, with `kept` as stored tensors."""
         return OptimizerState(self._parameters[where], kept)
 
     @property
@@ -128,7 +131,10 @@ class OptimizerState:
         return {kind: tensor for kind, tensor in self._kept.items() if tensor is not self._parameters}
 
     def stored(self, kind: StateKind) -> StoredState:
-        """Wrap one kind's tensors as `StoredState`, without a copy; a split master includes the parameters."""
+        """Wrap one kind's tensors as `StoredState`, without a copy.
+
+        A split master (`masters: split`) has two: the bf16 parameters and the int16 remainders.
+        """
         kept = self._kept[kind]
         is_split = kind == "master" and kept.dtype == torch.int16
         return StoredState((self._parameters, kept) if is_split else (kept,), self.wide)
@@ -176,7 +182,7 @@ class OptimizerState:
 
 
 def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Compute exact weights from bf16 weights and int16 remainders `kept`. Another dtype means a whole master, returned as is."""
+    """Compute exact weights from bf16 weights and int16 remainders `kept`. Return `kept` itself if it is not int16."""
     if kept.dtype != torch.int16:
         return kept
     upper = parameters.view(torch.int16).to(torch.int32)
@@ -184,7 +190,10 @@ def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def write_master(parameters: torch.Tensor, kept: torch.Tensor, value: torch.Tensor) -> None:
-    """Store the exact weights `value` in `kept` (if split, as remainders), and their rounding in the parameters."""
+    """Store the exact weights `value` in `kept`, and round them into `parameters`.
+
+    If `kept` is int16 (`masters: split`), it gets only the remainders that the rounding leaves.
+    """
     if kept.dtype == torch.int16:
         # Adding half a unit of the upper half before the lower half is cut off rounds ties away from zero.
         bits = value.view(torch.int32)

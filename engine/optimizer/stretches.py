@@ -27,10 +27,10 @@ Run = tuple[slice, UpdateRule]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Runs without gaps between them in one owned part, which one launch updates.
+    """Adjacent runs of elements, without gaps, that one kernel launch updates together.
 
     Attributes:
-        where: slice within the owned part.
+        where: slice of the owned part (this rank's part of a bucket) that the runs cover.
         rules: int32 [blocks], each block's rule number.
     """
 
@@ -39,7 +39,10 @@ class Stretch:
 
     @classmethod
     def of(cls, runs: Sequence[Run], numbers: Mapping[UpdateRule, int], device: torch.device) -> "Stretch":
-        """Join runs that have no gaps between them; `numbers` maps each rule to its number."""
+        """Join runs of elements that have no gaps between them.
+
+        `numbers` gives each update rule's number in `rules`.
+        """
         lengths = [where.stop - where.start for where, _ in runs]
         block = math.gcd(_LONGEST_BLOCK, *lengths)
         if block == sum(lengths) and block % 2 == 0:
@@ -57,7 +60,7 @@ class Stretch:
 
 
 def stretches(runs: Sequence[Run], numbers: Mapping[UpdateRule, int], device: torch.device) -> list[Stretch]:
-    """Join the runs into as few stretches as the gaps allow."""
+    """Join adjacent runs of elements; a gap begins a new stretch. `numbers`: each rule's number in `Stretch.rules`."""
     ends = [place for place, (one, other) in enumerate(pairwise(runs), start=1) if one[0].stop != other[0].start]
     cuts = pairwise([0, *ends, len(runs)])
     return [Stretch.of(runs[start:stop], numbers, device) for start, stop in cuts if start < stop]

@@ -32,10 +32,10 @@ class Update(Protocol):
         """Update masters and moments in place.
 
         Args:
-            state: element runs [n] by kind, all in the accumulation dtype.
-            grads: scaled gradients for the same runs.
+            state: tensors [n] of elements, for the master and each moment, all in the accumulation dtype.
+            grads: gradients of the same elements, after loss scaling is undone and clipping applied.
             config: hyperparameters.
-            lr, decay: learning rate and weight decay for these runs.
+            lr, decay: learning rate and weight decay for these elements.
             updates: number of earlier updates; a scalar in `STEP_DTYPE`.
             skipped: a scalar in that dtype; 1 leaves everything unchanged.
         """
@@ -129,7 +129,7 @@ class SGD:
 
     @staticmethod
     def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
-        """Compute [lr]."""
+        """Compute the only factor, the learning rate."""
         return [torch.full_like(step, lr)]
 
     @staticmethod

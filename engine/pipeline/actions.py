@@ -97,7 +97,7 @@ class Schedule:
 
     @staticmethod
     def output_of(stage: int, action: Action) -> Output | None:
-        """Return the output of `action` on `stage` for another stage, or None for a `W`."""
+        """Name the output of `action` on `stage`, even if no other stage reads the output. None for a `W`."""
         if action.kind is Kind.W:
             return None
         return Output(stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch)

@@ -37,7 +37,7 @@ class ChunkFunction(Protocol):
 
 @dataclass(slots=True)
 class _Kept:
-    """The input and the output's autograd edge, kept between a microbatch's forward and backward."""
+    """A chunk's input, None on the first stage, and the graph edge where its backward starts."""
 
     x: torch.Tensor | None
     edge: GradientEdge

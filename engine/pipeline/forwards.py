@@ -1,11 +1,11 @@
 """Builds the forward-only schedule, for validation and generation.
 
-pp 2, vpp 2, 4 microbatches
+pp 2, vpp 2, 4 microbatches; 1F0 = chunk 1, forward, microbatch 0
 
-    rank 0, in a loop     0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3
-    rank 1, in a loop     0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3
-    rank 0, in a V        0F0 0F1 1F0 0F2 1F1 0F3 1F2 1F3
-    rank 1, in a V        0F0 1F0 0F1 1F1 0F2 1F2 0F3 1F3
+    rank 0, loop (stages 0, 2)    0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3
+    rank 1, loop (stages 1, 3)    0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3
+    rank 0, V (stages 0, 3)       0F0 0F1 1F0 0F2 1F1 0F3 1F2 1F3
+    rank 1, V (stages 1, 2)       0F0 1F0 0F1 1F1 0F2 1F2 0F3 1F3
 """
 
 from triaxis.engine.layout.rank_grid import ParallelSizes

@@ -2,22 +2,23 @@
 
     0F0 0F1 0B0 ...   ->   0F0 | send F0 to rank 1 | 0F1 | send F1, receive the gradient of 0 | 0B0 ...
 
-Activations go over the process group `forward`, gradients over `backward`. A hand-over between two stages on one rank is local and
-no transfer.
+Activations go over the process group `forward`, gradients over `backward`. A hand-over between two stages on one rank is no
+transfer.
 
-**The order.** NCCL matches a group's calls by their order. So all ranks sort a group's transfers by the same key, a time in the
-schedule's timeline (F costs 1, B costs 2, no latency):
+**Early receives.** In a program's early form, each receive is posted before the action that precedes its consumer (the action
+that reads the tensor). The receive overlaps the preceding action. A rank holds at most one early receive buffer per direction
+and chunk.
+
+**Late receives.** In the late form, each receive is posted right before its consumer, or before the weight-gradient actions that
+precede the consumer. Every transfer is exposed, but no receive waits on the device during another action.
+
+**The order.** NCCL matches a process group's calls by their order. So all ranks sort the group's transfers by the same key, a time
+in the schedule's timeline (F costs 1, B costs 2, no latency). With early receives:
 
     time(transfer) = max(end of the producing action, end of the action two places before the consumer on its rank)
 
-Early receives are posted just before the action that precedes the consumer, and overlap this preceding action. A rank holds at most
-one early receive buffer per direction and chunk.
-
-**Late receives.** In a program's late form, each receive is posted right before its consumer, or before the weight-gradient actions
-that precede the consumer. Every transfer is exposed, but no receive waits on the device during another action.
-
-**Grouping.** NCCL does not define what happens when a pair's transfers are grouped at one end only. So a group call is split until
-each pair's transfers are grouped alike at both ends.
+**Grouping.** One call can hold several transfers. NCCL does not define what happens if two ranks group their common transfers
+differently. So calls are split until both ranks group them alike.
 
 **Why no deadlock.** A rank posts a transfer by `time` at the latest. All transfers earlier in the order are done by `time`, and the
 transfer's consumer starts at `time` or later. So the timeline itself is an execution of the program under NCCL's rules.
@@ -95,7 +96,7 @@ class _Timed:
     """A transfer, with its sorting key and the earliest positions for its send and receive.
 
     Attributes:
-        time: key in the common order, see the module's docstring.
+        time: sorting key: earliest time at which both ends can have posted the transfer, in the schedule's simulated timeline.
         after_producer: number of the source's actions that must come before the send.
         receive_from: number of the destination's actions that must come before the receive.
         consumer_start: time at which the action that reads the tensor starts.
@@ -109,9 +110,10 @@ class _Timed:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """The sorting key (time, stage's distance from the start of the pass, microbatch).
+        """The key by which all ranks sort transfers: (`time`, stage, microbatch).
 
-        In warm-up, a rank thus posts the next microbatch's receive ahead of the current one's send.
+        The stage is the receiver's, negative in the backward. So at equal times, a rank posts its receive before its send to the
+        next stage.
         """
         stage = self.transfer.stage
         return (self.time, stage if self.transfer.direction == "forward" else -stage, self.transfer.microbatch)
@@ -136,7 +138,8 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
     Args:
         schedule: every rank's complete compute actions.
-        receives: form of the program; `late` is for a first run and the runs after an allocator retry (`programs.py`).
+        receives: when to post a receive: `late` right before the action that reads the tensor, `early` one action sooner.
+            `programs.py` chooses between the two programs.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle, or for actions that are missing.
@@ -237,9 +240,9 @@ def _place(rank: int, timed: Sequence[_Timed]) -> list[_Placed]:
 
 
 def _group_alike(placed: list[list[_Placed]]) -> None:
-    """Split group calls, in place, until each two communicating ranks group their transfers alike.
+    """Split group calls, in place, until any two ranks group their common transfers alike.
 
-    The order of transfers does not change.
+    Two common transfers then share a call on both ranks or on neither. Transfers keep their order.
     """
     # A cut may leave a peer's group unlike this one, so the loop repeats until none is cut. Groups only shrink, so it ends.
     changed = True
@@ -268,9 +271,9 @@ def _group_alike(placed: list[list[_Placed]]) -> None:
 def _first_grouped_otherwise(
     rank: int, transfers: Sequence[Transfer], group_of: Mapping[tuple[int, Transfer], int]
 ) -> int | None:
-    """Find the index of the first transfer at which a rank's group call must be split, or None.
+    """Find the index before which a rank's group call must be split; None if nowhere.
 
-    The peer does not group that transfer with the previous transfer between the same two ranks.
+    The peer posts the transfer at this index in another call than the previous transfer between the same two ranks.
     """
     last_of: dict[int, Transfer] = {}
     for place, transfer in enumerate(transfers):

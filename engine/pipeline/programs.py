@@ -24,9 +24,9 @@ STEPS_AFTER_RETRY = 10
 
 
 class Programs:
-    """Both programs for one schedule.
+    """The early and the late program for one schedule; each run executes one of them.
 
-    All ranks do the same runs in the same order, and call `receive_late` between the same two runs.
+    All ranks make the same runs in the same order, and call `receive_late` before the same run.
 
     Args:
         schedule: every rank's complete compute actions.
@@ -34,7 +34,7 @@ class Programs:
     Attributes:
         early: program whose receives are posted before the action that precedes their consumer.
         late: program whose receives are posted right before their consumer.
-        facts: what `check` counted in the early form: peak microbatches and receives, and transfers, per rank.
+        facts: what `check` counted in the early program: peak microbatches and receives, and transfers, per rank.
 
     Raises:
         ScheduleError: the schedule is incomplete, out of order, or one of its programs would deadlock.
@@ -48,23 +48,23 @@ class Programs:
         self._late_runs = 1
 
     def next(self) -> Program:
-        """Return the next run's program. Call this once per run, since it counts down the late runs."""
+        """Return the program to run next. Each call uses up one run with late receives, so call this once per run."""
         if not self._late_runs:
             return self.early
         self._late_runs -= 1
         return self.late
 
     def receive_late(self, num_runs: int = STEPS_AFTER_RETRY) -> None:
-        """Use the late form in at least the next `num_runs` runs."""
+        """Choose the late program (receives right before use) for at least the next `num_runs` runs."""
         self._late_runs = max(self._late_runs, num_runs)
 
     def receive_early(self) -> None:
-        """Use the early form from the next run on, even if that is the first run."""
+        """Choose the early program (receives one action ahead) from the next run on, even for the first run."""
         self._late_runs = 0
 
     @property
     def is_late(self) -> bool:
-        """Whether the next run has late receives."""
+        """Whether `next` will return the late program, which posts each receive right before its use."""
         return self._late_runs > 0
 
 

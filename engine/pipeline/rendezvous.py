@@ -40,7 +40,7 @@ class MessageEnd:
 
     Attributes:
         source, destination: ranks; the rank that holds the message is one of them.
-        content: identity that must be equal at both ends.
+        content: key for the data that is sent; a send and receive with different keys are a `Conflict`.
     """
 
     source: int
@@ -68,7 +68,7 @@ class Step:
     """A computation or a wait on one rank.
 
     Attributes:
-        after: positions in the rank's row of the calls that must complete before the step begins.
+        after: indices of calls in the rank's row (its calls and steps); these calls must complete before the step begins.
         needs: fact (such as a computed tensor) that another step must establish before this step begins; None: no fact.
         makes: fact that this step establishes for all ranks; None: no fact.
     """
@@ -88,9 +88,9 @@ class Rules:
     `execute` simulates all ranks' calls under them, to find deadlocks.
 
     Attributes:
-        opened: connections that are open before the first call; the first use of another blocks the host. None: all are open.
-        steps_synchronize: whether a step waits for every earlier call on its rank.
-        one_queue: whether a rank stops at each call until the call is its channel's head or has completed.
+        opened: connections that are open before the first call. The first use of any other blocks the host. None: all are open.
+        steps_synchronize: whether a computation or wait (`Step`) waits for every earlier call on its rank.
+        one_queue: whether a rank that posts a call waits until its earlier calls on the same communicator have completed.
     """
 
     opened: Collection[Connection] | None = None
@@ -100,11 +100,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two ranks' calls that meet and differ.
+    """Two ranks' calls that should match but differ.
 
     Attributes:
-        reason: `content` if the ends are different messages or collectives; `connections` if a first use would open different ones.
-        first, second: (rank, position in its row) of the two calls.
+        reason: `content` if the two are different messages or collectives; `connections` if both calls open connections between the
+            two ranks, but not the same ones.
+        first, second: (rank, index in its row of calls and steps) for each call.
         ours, theirs: the two contents, or each side's connections with the other rank that are not open yet.
     """
 
@@ -117,12 +118,12 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A call that blocks its channel when no rank can go on.
+    """A call that never completes and blocks its rank's later calls on the communicator.
 
     Attributes:
-        place: the call's rank and position in its row.
-        open: the call's messages that have not met their other end.
-        num_behind: number of later calls in the channel.
+        place: the rank, and the call's index in the rank's calls and steps.
+        open: the call's sends and receives that no peer's call has matched.
+        num_behind: number of later calls posted on the communicator.
     """
 
     place: Place
@@ -135,8 +136,8 @@ class Stuck:
     """Ranks and calls that wait for ever.
 
     Attributes:
-        stopped: for each rank before the end of its row, (rank, position where it waits).
-        heads: calls that have not completed and block their channels.
+        stopped: where each unfinished rank waits, as (rank, index in its calls and steps).
+        heads: each rank's first call per communicator that has not completed.
     """
 
     stopped: tuple[Place, ...]
@@ -145,10 +146,10 @@ class Stuck:
 
 @dataclass(slots=True)
 class _Posted:
-    """A posted call that has not completed, in its channel.
+    """A call that its rank has posted and that has not completed.
 
     Attributes:
-        open: the call's messages that have not met their other end.
+        open: the call's sends and receives that no peer's call has matched yet.
     """
 
     place: Place
@@ -162,16 +163,17 @@ class _Posted:
 def execute(
     rows: Mapping[int, Row], members: Mapping[Any, Sequence[int]], rules: Rules | None = None
 ) -> Conflict | Stuck | None:
-    """Run all ranks until their rows end, two ends of a call conflict, or no rank can go on.
+    """Execute all ranks' calls and steps, to find a conflict or a deadlock.
 
     Args:
-        rows: each rank's row, by rank.
+        rows: each rank's calls and steps in order (its row), by rank.
         members: ranks that meet in a communicator's collectives, by communicator. A communicator without collectives needs no
             entry.
         rules: rules beyond those that always hold; None: no further rules.
 
     Returns:
-        None if every row ended and every call completed. Otherwise the first conflict, or the ranks and calls that are stuck.
+        None if every row ended and every call completed. Otherwise the first two calls that should match but differ, or the ranks
+        and calls that are stuck.
     """
     return _Execution(rows, members, rules or Rules()).run()
 
@@ -231,9 +233,10 @@ class _Execution:
         return not self.rules.one_queue or at not in self.outstanding[rank] or channel[0].place == (rank, at)
 
     def _connect(self, rank: int, at: int, call: Call) -> bool:
-        """Open a call's missing connections to each peer that is now in the mirrored call.
+        """Open a call's missing connections to peers that are now opening theirs to this rank.
 
-        If the peer's call would open others with this rank, record a conflict. Return whether all connections of the call are open.
+        If the two ranks would open different connections with each other, record a conflict. Return whether all connections of the
+        call are open.
         """
         assert self.opened is not None
         missing = self._missing(call)
@@ -274,7 +277,10 @@ class _Execution:
         return True
 
     def _progress(self, communicator: Hashable, rank: int) -> None:
-        """Match a rank's head with its peers' heads, then each head that follows a completed call."""
+        """Match a rank's first unfinished call with its peers' first unfinished calls.
+
+        If calls complete, match the calls that follow them too.
+        """
         agenda = [rank]
         while agenda and self.conflict is None:
             at = agenda.pop()
@@ -287,7 +293,10 @@ class _Execution:
                 agenda += self._meet_collective(communicator, at)
 
     def _meet_messages(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match a head's messages with its peers' heads, or record a conflict. Return the ranks whose head has completed."""
+        """Match the messages in a rank's first unfinished call with its peers' first unfinished calls.
+
+        If a message differs, record a conflict. Return the ranks whose call completed.
+        """
         head = self.channels[communicator, rank][0]
         completed = []
         for message in tuple(head.open):
@@ -312,7 +321,10 @@ class _Execution:
         return completed
 
     def _meet_collective(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match a collective with all members' heads, or record a conflict. Return the ranks whose head has completed."""
+        """Complete a collective if it is the first unfinished call on every member.
+
+        If a member is in another collective, record a conflict. Return the ranks whose call completed.
+        """
         mine = self.channels[communicator, rank][0]
         members = self.members[communicator]
         is_whole = True

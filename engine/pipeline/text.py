@@ -4,8 +4,9 @@
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 0F0 0B0 0F1 0B1 0F2 0B2
 
-If chunks are placed in a V, the first line ends with `placement=v`. A lowered program has its group calls in brackets. `>F1@2`
-sends microbatch 1's activation to stage 2. `<B0@1` receives microbatch 0's gradient for stage 1's output.
+`0B1` is chunk 0, backward, microbatch 1. If chunks are placed in a V, the first line ends with `placement=v`. A lowered program has
+its group calls in brackets. `>F1@2` sends microbatch 1's activation to stage 2. `<B0@1` receives microbatch 0's gradient for stage
+1's output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def program_to_text(program: Program) -> str:
-    """Write a lowered schedule's text form."""
+    """Write the text form in the module's docstring: a header, then each rank's actions and group calls."""
     return _text(program.schedule, [instruction_tokens(rank, row) for rank, row in enumerate(program.instructions)])
 
 
@@ -62,7 +63,7 @@ def from_text(text: str) -> Schedule:
 
 
 def instruction_tokens(rank: int, instructions: Sequence[Instruction]) -> list[str]:
-    """Write one token per instruction in a rank's row, such as `0F1` or `[>F1@2]`."""
+    """Write a rank's instructions: `0F1` (chunk 0, forward, microbatch 1), `[>F1@2]` (send its output to stage 2)."""
     return [post_token(rank, each) if isinstance(each, Post) else str(each) for each in instructions]
 
 

@@ -1,11 +1,12 @@
 """Proves that a schedule or a lowered program runs to its end.
 
-**A schedule** has for each stage and microbatch one F, and later one B, or one I and later one W. A forward-only schedule has the F
-alone. When each rank runs its actions in turn, no rank waits for ever.
+**A schedule** has for each stage and microbatch one forward F, and later one backward B. Instead of B, it may have an I (input
+gradient) and a later W (weight gradients). A forward-only schedule has the F alone. When each rank runs its actions in turn, no
+rank waits for ever.
 
-**A program** also sends and receives each needed tensor once, and in time. Both ranks of a pair group their transfers alike. The
-program ends under the rules in `triaxis.engine.pipeline.rendezvous`, given NCCL, one hardware queue, and open connections between
-ring neighbours. A program with late receives ends even if every step waits for the whole device.
+**A program** also sends and receives each needed tensor once, and in time. Any two ranks group their common transfers alike. The
+program ends under NCCL's rules in `triaxis.engine.pipeline.rendezvous`, with one hardware queue. At first, only connections between
+ring neighbours are open. A program with late receives ends even if every action waits for the whole device.
 """
 
 from collections import Counter
@@ -57,8 +58,8 @@ def check(subject: Schedule | Program, opened: Collection[Connection] | None = N
         opened: connections that are open before the first post; None: those that `Topology` opens (`ring_connections`).
 
     Raises:
-        ScheduleError: the subject is incomplete, out of order, would deadlock, or groups a pair's transfers in two ways. The
-            message shows the rows with an arrow at the place.
+        ScheduleError: the subject is incomplete, out of order, would deadlock, or two ranks group their common transfers
+            differently. The message shows each rank's actions and calls, with an arrow at the fault.
     """
     program = subject if isinstance(subject, Program) else Program(subject, subject.actions)
     if opened is None:
@@ -90,7 +91,10 @@ def ring_connections(pp: int) -> set[Connection]:
 
 
 def rules_for(receives: Receives, opened: Collection[Connection]) -> Rules:
-    """Build the rules under which a program must end. With late receives, each step also waits for the whole device."""
+    """Build the worst-case rules under which a program must not deadlock.
+
+    With late receives, each action also waits for all earlier calls on its rank.
+    """
     return Rules(opened=opened, steps_synchronize=receives == "late", one_queue=True)
 
 
@@ -310,7 +314,7 @@ class _Checker:
     # --- the grouping ----------------------------------------------------------------------------------------------
 
     def check_grouping(self) -> None:
-        """Check that two ranks group the same transfers between them into one call."""
+        """Check that transfers between two ranks share a call on both ranks or on neither."""
         # Only calls with several transfers between one pair can be grouped differently at the other end.
         grouped: dict[tuple[int, frozenset[Transfer]], Place] = {}
         for rank, row in enumerate(self.rows):

@@ -42,9 +42,9 @@ def zbv(pp: int, num_microbatches: int) -> Schedule:
     """Build the ZBV schedule (2401.10241, section 6), with p ranks and two stages per rank.
 
     A stage has half of a 1F1B stage's layers. Stages go from the first rank to the last and back, so the backward starts on the
-    first. In flight or held back, a rank's two stages have at most 2 p microbatches together. They take as much memory as p
-    microbatches on 1F1B's first rank. If forward, input gradient and weight gradients take equally long, a rank idles for p - 1
-    forwards of a stage.
+    first. A rank's two stages together hold at most 2 p microbatches whose weight gradients are not computed yet. They take as much
+    memory as p microbatches on 1F1B's first rank. If forward, input gradient and weight gradients take equally long, a rank idles
+    for p - 1 forwards of a stage.
 
     Fewer than 2 p - 1 microbatches run the schedule for 2 p - 1, without the missing microbatches' actions.
     """

@@ -8,8 +8,8 @@ again. While they run, each rank checks
     gradients, backward              those that arrive at module outputs, and main grads as they accumulate
 
 Then the earliest non-finite value on any rank is reported. Weights come first. Each microbatch's forward follows, from the first
-stage to the last, and then its backward in reverse. Ties are ordered by rank. Copies that reach other tp ranks or stages come later
-in this order.
+stage to the last, and then its backward in reverse. Ties are ordered by rank. Copies of a non-finite value that reach other
+tp ranks or stages come later in this order.
 """
 
 import json
@@ -92,7 +92,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
 
 
 class _Watch:
-    """The checks of one rank's values in one repeated step. Only `first` reads from the device."""
+    """One rank's checks for non-finite values while `locate` repeats a step. Only `first` waits for the device."""
 
     def __init__(self, engine: Engine, microbatches: Sequence[Any]) -> None:
         self._engine = engine

@@ -42,7 +42,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """This rank's weights of which all ranks on one axis hold replicas."""
+    """Weights on this rank that must equal the copies on all ranks on one axis."""
 
     axis: Axis
     names: tuple[str, ...]
@@ -63,7 +63,7 @@ class ReplicaCheck:
         self._posted: dict[int, tuple[torch.Tensor, HostCopy]] = {}
 
     def post(self, step: int) -> None:
-        """Start a comparison of the current weights for step `step`, without waiting for the device."""
+        """Start to compare step `step`'s weights with other ranks' copies. The host does not wait for the device."""
         engine = self._engine
         engine.buffers.wait_all()
         differing = torch.zeros(1, dtype=torch.int64, device=engine.topology.device)
@@ -125,7 +125,10 @@ def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(group: Group, sums: torch.Tensor) -> list[str]:
-    """Describe the differences in a group, on the axis's first member; [] on its other members. All members call it."""
+    """Name the weights in a group whose sums of bits differ between ranks, in sentences.
+
+    The first rank on the group's axis gets the sentences, the others []. All must call it.
+    """
     axis = group.axis
     by_rank = axis.all_gather(sums[group.places].view(1, -1), PURPOSE).wait().tolist()
     if axis.index:

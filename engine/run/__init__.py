@@ -1,1 +1,1 @@
-"""Keeps a run's directory, validates, and collects garbage between steps."""
+"""Keeps a run's directory, computes validation losses, and collects garbage between steps."""

@@ -90,8 +90,8 @@ class RunDirectory:
         """Open the directory for a new attempt, on rank 0.
 
         If the run is finished and the configuration plans no more steps, the directory stays as it is. `finished` then holds the
-        results, and no attempt starts. `from_scratch` starts one all the same. Before `begin`, only the locks, `logs/` and
-        `starting_over` change.
+        results, and no attempt starts. With `from_scratch`, an attempt always starts. Until `begin`, only lock files, `logs/` and
+        the marker file `starting_over` change.
 
         Args:
             config: this attempt's configuration; `engine/checkpoint/resume_rules.py` has the rules for changes between attempts.
@@ -159,8 +159,8 @@ class RunDirectory:
     def put_back(self) -> None:
         """Recreate and lock the run directory and the checkpoint folder if they were removed or moved.
 
-        Rank 0 calls it, after `begin`. The run directory gets its log folder, config.yaml and the extension's sources again.
-        `saved` is written again if a checkpoint folder elsewhere is still in place. Other content stays lost.
+        Rank 0 calls it, after `begin`. The run directory gets its log folder, config.yaml and the extension's sources again. It
+        gets the file `saved` again only if the checkpoint folder lies outside it and is still in place. Other content stays lost.
 
         Raises:
             TriaxisError: another live run has locked one of the folders meanwhile.
@@ -183,10 +183,11 @@ class RunDirectory:
     ) -> "RunDirectory | None":
         """Return a finished run's directory, with `attempt` 0. None if the run is not finished, or if `from_scratch`.
 
-        No lock or file remains. If the result is None, a trial write in each folder tests whether the attempt can write there.
+        No lock or file is left. Before None is returned, trial files are written in the run, log and (if the run
+        saves) checkpoint folders.
 
         Raises:
-            TriaxisError: see `create`; a live run is no error here.
+            TriaxisError: a folder cannot be written, or `create` would fail. Live runs are allowed.
         """
         run = cls(_path_of(runs_dir, name), 0, None)
         run._check_checkpoints(config)
@@ -220,10 +221,12 @@ class RunDirectory:
         return run_entries.read_finished(self.path, config)
 
     def _check_checkpoints(self, config: Config) -> None:
-        """Refuse a checkpoint folder that is or lies in a wrong directory, or has entries of a wrong kind.
+        """Refuse the run directory itself, or a folder in another run's directory, as checkpoint folder.
+
+        A folder whose `latest`, `skipped.json` or lock is no regular file is refused too.
 
         Raises:
-            TriaxisError: see `create`.
+            TriaxisError: the folder is refused.
         """
         folder = self.checkpoints(config).path
         with _explaining_checkpoints(folder):
@@ -282,7 +285,7 @@ class RunDirectory:
         return self.path / "profile" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.{steps}.json.gz"
 
     def timeline_row(self, rank: int) -> Path:
-        """Return the path of a rank's timeline row in this attempt."""
+        """Return the path of the JSON file with a rank's row in this attempt's timeline."""
         return self.path / "timeline" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.json"
 
     def memory_snapshot(self, rank: int) -> Path:
@@ -318,7 +321,10 @@ class RunDirectory:
 
     @property
     def has_saved(self) -> bool:
-        """Whether `saved` exists: a checkpoint was completed since the last start from scratch."""
+        """Whether the run directory has the file `saved`.
+
+        It shows that a checkpoint was completed since the last start from scratch.
+        """
         return (self.path / SAVED).exists()
 
     def mark_saved(self, folder: Path, step: int) -> None:

@@ -33,7 +33,7 @@ class StepSource(Protocol):
 
 
 class ValidationObserver(Protocol):
-    """Receiver of validation results, on every rank."""
+    """Receiver of each validation's loss (nats per token), or of its end without a loss. Steps count from 0."""
 
     def on_validation(self, step: int, loss: float) -> None: ...
     def on_validation_left_out(self, step: int) -> None: ...
@@ -65,7 +65,10 @@ class Validation:
         self._num_made = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether a validation follows step `step`, from 0: every `eval.interval` steps and at the phase's end."""
+        """Whether a validation follows step `step`, from 0.
+
+        One follows every `eval.interval` steps, and the last step of a phase of the run (`engine/config/phases.py`).
+        """
         interval, end_step = self._engine.config.eval.interval, self._engine.plan.phase.end_step
         if self._open_batches is None or interval is None:
             return False

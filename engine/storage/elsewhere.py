@@ -89,6 +89,6 @@ def pointer_of(path: Path) -> tuple[str, str] | None:
 
 
 def how_to_get(path: Path) -> str:
-    """Explain how to replace a pointer with its file; "" for any other file."""
+    """Explain how to replace a Git LFS or git-annex pointer with its file. "" for any other file."""
     found = pointer_of(path)
     return "" if found is None else f" It is a {found[0]} pointer: run `{found[1]}` in its repository to get the file."

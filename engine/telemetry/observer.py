@@ -118,9 +118,10 @@ class TrainingObserver:
             self.times.end_step()
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
-        """Record step `step`, counted from 0, and report the memory comparison and slow ranks when due.
+        """Record step `step`, counted from 0, and report memory use and slow ranks when due.
 
-        Every rank calls this method; the logging rank alone writes. `result` holds the step's numbers.
+        Memory use is compared once with the prediction. Every rank calls this method; the logging rank alone writes. `result` holds
+        the step's numbers.
         """
         self.loss = result.loss if result.num_tokens else self.loss
         ended = self._ended.popleft()

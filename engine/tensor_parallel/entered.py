@@ -3,7 +3,8 @@
     x [s(/t), b, n] --f--> [s, b, n]        backward: sum over tp, on this rank's tokens
 
 In the region, each rank has all tokens. Latent attention (MLA) needs all tokens' latents before its linear layers, for
-context parallelism and decoding. Layers that produce or read latents use `outside_of(region)`, and communicate nothing on entry.
+context parallelism and decoding. `entered` gathers the latents. So layers that produce or read latents must not gather on entry:
+they use `outside_of(region)`.
 """
 
 from typing import Any

@@ -19,9 +19,9 @@ BLOCK_NUMEL = 1 << 16
 
 
 def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Fill parameters with their initial values, after `bind`; padding rows are zero.
+    """Fill parameters with their initial values; padding rows are zero.
 
-    The drawing runs on `torch.get_num_threads()` threads.
+    Each parameter must have its memory already (`ShardedParameter.bind`). The drawing runs on `torch.get_num_threads()` threads.
     """
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="initial-weights") as threads:
         for _ in threads.map(lambda parameter: _fill(parameter, seed), parameters):
@@ -58,7 +58,7 @@ def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:
 
 
 def _draw_block(name: str, index: int, numel: int, seed: int) -> torch.Tensor:
-    """Draw one block's standard normals."""
+    """Draw block `index` of standard normals: up to `BLOCK_NUMEL` elements in the flat logical tensor."""
     digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     count = min(BLOCK_NUMEL, numel - index * BLOCK_NUMEL)

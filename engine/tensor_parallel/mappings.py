@@ -35,7 +35,8 @@ class TensorParallelRegion:
         axis: the tp axis.
         sequence_parallel: whether activations outside the region are sharded along the sequence.
         keeps_gathered: whether gathered inputs are saved whole for the backward.
-        cuts_entered: whether a layer's input may still be sharded along the sequence after `enter` (`entered.outside_of`).
+        cuts_entered: whether a layer's input may still be sharded along the sequence after `enter`, which then gathers nothing
+            (`entered.outside_of`).
     """
 
     axis: Axis
@@ -49,7 +50,7 @@ class TensorParallelRegion:
         return self.sequence_parallel and self.axis.size > 1
 
     def enter(self, x: torch.Tensor, purpose: str) -> Pending:
-        """Post f or f': [s (/t), b, h] -> [s, b, h]."""
+        """Post an all-gather (f') with sequence parallelism, else nothing (f): [s (/t), b, h] -> [s, b, h]."""
         return self.axis.all_gather(x, purpose) if self.sequence_parallel else Pending(x)
 
     def kept(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class TensorParallelRegion:
         return entered if self.keeps_gathered else x
 
     def enter_again(self, kept: torch.Tensor, purpose: str) -> Pending:
-        """Restore [s, b, h] in the backward from the kept tensor."""
+        """Restore [s, b, h] in the backward: post `enter` again, unless `kept` was saved whole."""
         return Pending(kept) if self.keeps_gathered else self.enter(kept, purpose)
 
     def enter_backward(self, grad: torch.Tensor, purpose: str) -> Pending:

@@ -44,13 +44,14 @@ class ShardedParameter(nn.Module):
     each use.
 
     Attributes:
-        record: name, shape, box and replicas.
+        record: name, shape, replicas, and box (this rank's part).
         value: weight with shape `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
         main_grad: accumulated gradient with the weight's shape, in the accumulation dtype or narrower (`precision.gradients`); None
             before `bind`, and if layers add no gradient.
         num_uses: number of layers that use the parameter, each of which adds a gradient per microbatch; two for a tied embedding on
             one stage.
-        bucket: bucket that counts added gradients and completes the weights; None before `bind`, and if only the weight is bound.
+        bucket: bucket that counts added gradients and all-gathers the weights over dp; None before `bind`, and if `bind` got the
+            weight alone.
         num_bindings: number of `bind` calls so far; code that holds views must renew them after each call.
     """
 

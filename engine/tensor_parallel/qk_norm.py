@@ -57,7 +57,7 @@ def _local_squares(q: torch.Tensor, k: torch.Tensor, replicas: int) -> torch.Ten
 def _local_squares_backward(
     q: torch.Tensor, k: torch.Tensor, grad: torch.Tensor, replicas: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute dq = 2 q dS_q and dk = 2 k dS_k / replicas."""
+    """Compute dq = 2 q dS_q and dk = 2 k dS_k / replicas. `grad` holds dS_q and dS_k, for the sums of squares."""
     of_q, of_k = (part.unsqueeze(-1) for part in (2 * grad).split(1, dim=-1))
     return (q * of_q).to(q.dtype), (k * (of_k / replicas)).to(k.dtype)
 
@@ -80,7 +80,10 @@ def normalised(
 
 
 class _Normalised(torch.autograd.Function):
-    """Autograd function for y = x r g, with r = 1 / sqrt(S / n + eps), g = offset + w. It saves x and S."""
+    """Autograd function for y = x r g. It saves x and S, the sum of a token's n squares on all tp ranks.
+
+    r = 1 / sqrt(S / n + eps), and g = offset + w.
+    """
 
     @staticmethod
     def forward(
@@ -122,7 +125,10 @@ def _normalise(
 def _normalise_backward(
     x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, count: int, eps: float, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute gradients of y = x r g: dx = dy r g, dS = -r^3 / 2n sum(dy g x), dw = sum(dy x r) over tokens."""
+    """Compute gradients of y = x r g, with r = 1 / sqrt(S / n + eps) and g = offset + w.
+
+    With S for `sums`, n for `count` and dy for `grad`: dx = dy r g, dS = -r^3 / 2n sum(dy g x), dw = sum(dy x r) over tokens.
+    """
     r, gains = _root_and_gains(sums, weight, count, eps, offset)
     products = accumulate(x) * grad
     grad_weight = (products * r).sum((0, 1))

@@ -117,9 +117,9 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train the layouts and print their results, or measure the device.
+    """Train the config in each requested layout and print the results, or measure the device.
 
-    Returns the exit code.
+    Without `--layouts` and `--ranks`, it is the config's own layout. Returns the exit code.
 
     Raises:
         ConfigError: neither a config nor --device is given, or arguments contradict each other.
@@ -156,7 +156,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _device(args: argparse.Namespace) -> None:
-    """Measure this machine's device and write its file."""
+    """Measure this machine's device and write its rates to the YAML file given with `--output`."""
     from triaxis.launch.tuning.calibrate import write_device
 
     (num_ranks,) = args.ranks or [1]

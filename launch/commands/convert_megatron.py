@@ -228,7 +228,7 @@ def _validated(kind: Any, values: Any, folder: Path) -> Any:
 
 
 def _train_config(config: Mapping[str, Any], out: Path, *, has_moments: bool) -> str:
-    """Build a config that continues from the import and lacks only the corpus."""
+    """Build a training config that loads the converted checkpoint in `out`. It lacks only the corpus."""
     known = {name: config[name] for name in ("model", "train", "optimizer", "precision") if name in config}
     known = {
         name: {key: value for key, value in section.items() if value is not None} for name, section in known.items()

@@ -379,7 +379,10 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
-    """Count how often each saved (site, shape and dtype, bytes) occurs over all layers and chunks."""
+    """Count the tensors saved for the backward by (saving module, shape and dtype, bytes).
+
+    Layer and chunk numbers are dropped from the module's name.
+    """
     rows: Counter[tuple[str, str, int]] = Counter()
     for one in found.saved:
         site = re.sub(r"\.\d+\.", ".N.", re.sub(r"^chunk \d+: ", "", one.site)) or "(the chunk itself)"

@@ -358,7 +358,8 @@ def _number(text: str, option: str) -> int:
 def _lasting_name(name: str, model: _Model, out: Path) -> str:
     """Return a tokenizer name that is valid from any folder.
 
-    It is an absolute path (in `out` if weights are imported) or a name.
+    An existing file gets its absolute path. The own tokenizer of a model with imported weights gets its path in `out`. Another name
+    is returned unchanged.
     """
     if model.found is not None and model.folder is not None and name == str(model.folder / TOKENIZER_JSON):
         return str((out / TOKENIZER_JSON).absolute())

@@ -179,7 +179,7 @@ def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """Build a run's schedules, for a training step and for a validation.
 
-    `check` also prints the pipeline's sizes and the batch.
+    `triaxis schedule check` also prints the pipeline's sizes and the batch here.
     """
     from triaxis.engine.config.plan import batch_plan
 
@@ -212,9 +212,9 @@ def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
 
 
 def usual_dp(config: "Config") -> int:
-    """Largest data-parallel size that leaves each pipeline at least `USUAL_ROUNDS` x pp microbatches, or 1.
+    """Largest data-parallel size that leaves each pipeline at least `USUAL_ROUNDS` x pp microbatches.
 
-    All pipelines have equally many microbatches, a multiple of pp.
+    All pipelines have equally many microbatches, a multiple of pp. If no size allows this, the size is 1.
 
     With a schedule file, each pipeline gets the file's number of microbatches.
     """

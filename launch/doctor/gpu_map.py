@@ -26,7 +26,7 @@ def uuids(text: str) -> dict[int, str]:
 
 
 def links(text: str) -> dict[int, dict[int, str]]:
-    """Parse the link between each pair of GPUs; empty if the text has no matrix."""
+    """Parse `nvidia-smi topo -m`: GPU number -> GPU number -> link, such as NV18; {} without a link table."""
     columns: list[int] | None = None
     found: dict[int, dict[int, str]] = {}
     for line in _ESCAPES.sub("", text).splitlines():
@@ -44,7 +44,10 @@ def links(text: str) -> dict[int, dict[int, str]]:
 
 
 def by_uuid(matrix: Mapping[int, Mapping[int, str]], uuid: Mapping[int, str]) -> dict[str, dict[str, str]]:
-    """Index the matrix by UUID, because CUDA_VISIBLE_DEVICES changes GPU numbers."""
+    """Replace GPU numbers in `matrix`, the result of `links`, by UUIDs.
+
+    CUDA_VISIBLE_DEVICES changes GPU numbers, but not UUIDs.
+    """
     return {
         uuid[row]: {uuid[column]: link for column, link in cells.items() if column in uuid}
         for row, cells in matrix.items()

@@ -84,8 +84,9 @@ def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
 
 
 def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
-    """Return the seconds per call of the slowest member, in the best round.
+    """Return the seconds per call in the fastest round.
 
+    A round makes several calls in a row, and takes as long as its slowest member.
     All-to-all sends equally many rows to each member.
     """
     equal = [tensor.numel() // axis.size] * axis.size

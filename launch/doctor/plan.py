@@ -40,7 +40,8 @@ CHECKPOINT_DIR = "checkpoint.dir"
 def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
     """Choose a typical message for each axis and operation. All ranks compute the same list.
 
-    It is the mean message of the purpose and pipeline stage that send the most bytes.
+    Calls are grouped by pipeline stage and purpose (their label in the ledger). The message has the mean size in the group that
+    sends the most bytes.
     """
     config = resolve_recompute(config, sizes)
     stages = stages_of(config)
@@ -92,7 +93,7 @@ def folders(config: Config) -> Mapping[str, Path]:
 
 
 def data_files(config: Config) -> list[Path]:
-    """Files of all phases' corpora; empty for a run on random tokens."""
+    """Files of all corpora that the run's training phases name; empty for a run on random tokens."""
     return [path for prefix in corpora_of(config) for path in (bin_path(prefix), idx_path(prefix))]
 
 

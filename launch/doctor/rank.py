@@ -41,7 +41,11 @@ MOST_MEASUREMENTS = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of `[config.yaml, section.key=value ..., --json, --output=FILE]`. Every rank returns the same exit code."""
+    """Run this rank of `triaxis doctor`. Every rank returns the same exit code.
+
+    Args:
+        argv: `[config.yaml, section.key=value ..., --json, --output=FILE]`.
+    """
     with join_run([word for word in argv if not word.startswith((JSON_FLAG, OUTPUT_FLAG))]) as rank:
         seen = examine(rank.topology, rank.config)
         findings = judge(seen)

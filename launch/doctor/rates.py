@@ -16,8 +16,8 @@ MOST_NAMED = 6
 def judge_groups(seen: Examination) -> Iterator[Finding]:
     """Compare the rates of comparable groups (`equal_groups`), and name the slow ones.
 
-    A host in a slow group is blamed, unless another group on the host is fast. If each of these hosts has a fast group, all are
-    blamed. A slow gloo group inside one node gives only a warning, because its ranks share the processors.
+    A host in a slow group is blamed, unless another group on the host is fast. If this leaves no host to blame, all hosts in slow
+    groups are blamed. A slow gloo group inside one node gives only a warning, because its ranks share the processors.
     """
     by_rank = {one.rank: one for one in seen.facts}
     found = False

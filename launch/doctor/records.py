@@ -132,7 +132,7 @@ class CompilerFacts:
 
     @property
     def lacking(self) -> str:
-        """What is missing, in words; "" if nothing is."""
+        """What compiling kernels lacks here (C compiler, Python.h), in words; "" if nothing."""
         words = [] if self.path else ["no C compiler (gcc, clang, or what CC names)"]
         return " and ".join(words if self.has_headers else [*words, f"no Python.h in {self.headers}"])
 
@@ -146,7 +146,7 @@ class RankFacts:
         node: the node's number in the layout.
         host: machine name.
         equal: values that must not differ, such as versions and drivers, by name.
-        alike: values that seldom should differ.
+        alike: values whose difference gives only a warning, such as the machine's memory, by name.
         network: network used by the rank's sockets.
         roots: folders that the run writes to.
         corpora: size of each data file in bytes; None: it does not exist.
@@ -216,11 +216,11 @@ class GroupRate:
 
     Attributes:
         axis: the group's axis.
-        op: operation, as the ledger names it.
-        num_bytes: bytes per call, counted as in `Size`.
+        op: operation, such as `all_reduce` or `send`.
+        num_bytes: bytes per call, for the whole tensor, or for the shard in an all-gather.
         calls: calls per step of the run, per rank.
         ranks: members, or sender and receiver.
-        seconds: slowest member's time per call, in the best round.
+        seconds: slowest member's time per call, in the fastest of several rounds of calls.
         bytes_per_second: bus bandwidth, as ring bytes per rank / seconds.
     """
 
@@ -245,8 +245,8 @@ class Needs:
         backend: backend for collectives.
         save_bytes: size of one checkpoint; 0: the run saves none.
         kept_saves: number of checkpoints kept on disk; None: all.
-        shared: keys of the folders that all nodes must share.
-        saved_to: key of the folder for checkpoints.
+        shared: configuration keys of the folders that all nodes must share, such as `runtime.runs_dir`.
+        saved_to: configuration key of the folder for checkpoints.
     """
 
     backend: str

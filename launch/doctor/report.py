@@ -22,7 +22,10 @@ MOST_NODES = 64
 
 
 def show(console: Console, grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> None:
-    """Print tables of nodes, rank 0's packages and rates. Then come the findings, worst last, and the verdict."""
+    """Print tables of the nodes, of rank 0's packages, and of the measured bandwidths.
+
+    Then come the findings, worst last, and the verdict.
+    """
     console.print(_nodes(seen))
     if seen.facts[0].packages:
         console.print(_packages(seen.facts[0]))

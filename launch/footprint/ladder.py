@@ -1,6 +1,7 @@
-"""The ZeRO ladder: a run's predicted memory and step time in each stage, beside each other.
+"""The ZeRO ladder: a run's predicted memory and step time in each ZeRO stage.
 
-rung (fields and their values)  ->  rules  ->  memory (models/predict/rank_memory.py)  ->  seconds (models/predict/step_time)
+rung (a ZeRO stage's settings)  ->  the config's rules, which may refuse them
+                                ->  memory (models/predict/rank_memory.py)  ->  seconds (models/predict/step_time)
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,14 +35,14 @@ RUNGS: Mapping[str, Changes] = {
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A row of the ladder.
+    """One ZeRO stage, with or without offload, and its predicted memory and step time.
 
     Attributes:
-        name: the row's name in `RUNGS`.
-        changes: fields that differ from the config's, and their values.
-        memory: predicted memory of the fullest rank; None: the row is refused.
+        name: the stage's name in `RUNGS`.
+        changes: configuration fields that the stage sets, and their values.
+        memory: predicted memory of the fullest rank; None: the configuration's rules or the prediction refuse the stage.
         seconds: predicted seconds per step; None: unknown.
-        problem: why the row has no memory or no seconds; "": it has both.
+        problem: why memory or seconds are missing; "": both are known.
     """
 
     name: str
@@ -103,7 +104,7 @@ class Ladder:
 
     @property
     def notes(self) -> list[str]:
-        """Reasons why rows with memory have no seconds, each once."""
+        """Reasons why ZeRO stages with predicted memory have no predicted step time, each once."""
         unknown = [rung.problem for rung in self.rungs if rung.memory and rung.problem]
         return list(dict.fromkeys(f"seconds are unknown: {problem}" for problem in unknown))
 

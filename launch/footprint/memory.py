@@ -69,7 +69,7 @@ class Peak:
     """The moment with the most live bytes.
 
     Attributes:
-        by_kind: bytes by kind.
+        by_kind: live bytes of each kind of memory, such as `activations`.
         site: module that was running.
     """
 
@@ -86,8 +86,8 @@ class Extremes:
     """Peak values since the last reset.
 
     Attributes:
-        most: peak bytes of each kind that grew; the peaks may be at different moments.
-        peak: largest moment at which a storage was created; None: no storage was created.
+        most: peak bytes of each kind of memory that grew; the peaks may be at different moments.
+        peak: moment with the most live bytes, among those at which a storage was created; None: no storage was created.
         largest: largest tensor created, the first of several equal ones; None: no tensor was created.
         ops: number of dispatches of each operator, by (place in the model, name).
     """
@@ -102,9 +102,9 @@ class MemoryWatch(TorchDispatchMode):
     """A mode that counts live bytes and operators while it is entered.
 
     Attributes:
-        live: current bytes by kind.
+        live: current bytes of each kind of memory, such as `activations`.
         step: peaks and counts since `forget_peak`.
-        part: peaks and counts since `begin_part`, within the step.
+        part: peaks and counts since `begin_part`, in one part of the step, such as a pipeline instruction.
         phase: label under which operators outside all modules are counted.
         saved: tensors that autograd saved in each chunk's first forward, in order; each storage is listed once.
     """
@@ -290,7 +290,10 @@ class MemoryWatch(TorchDispatchMode):
         return f"{of_node} (backward)" if of_node else self.phase
 
     def _of_node(self, found: Sequence[str]) -> str:
-        """Return the entry of `found` for the module whose backward runs, or ""."""
+        """Return the entry of `found` for the module whose backward runs; "" if none runs.
+
+        `found` is `_node_places` or `_node_sites`.
+        """
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
@@ -321,9 +324,10 @@ class MemoryWatch(TorchDispatchMode):
                 extremes.largest = NewTensor(self._work, operator, tuple(tensor.shape), tensor.dtype, num_bytes)
 
     def on_saved(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that is kept for a backward as activations or logits, if its storage is temporary or sent.
+        """Count a tensor that is kept for a backward as activations or logits.
 
-        In a chunk's first forward, it is also added to `saved`. Outside `looking_at`, nothing happens.
+        Only a tensor of kind `temporaries` or `p2p` (sent or received) is counted, and only inside a `looking_at` block. In a
+        chunk's first forward, the tensor is also added to `saved`.
         """
         if self._logits is None:
             return

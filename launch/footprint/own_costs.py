@@ -2,9 +2,9 @@
 
     cost per layer = (extended, 2 layers - extended, 1 layer) - (plain, 2 layers - plain, 1 layer)
 
-Each of the four microbatches runs without data on one rank of the tp x cp layout. Subtracting a one-layer run removes the costs of
-embedding and head. Subtracting the plain runs removes the costs without the extension. A model with several kinds of layers runs
-all its layers instead of two.
+Each of these four costs comes from one microbatch, run on fake tensors on one rank of the tp x cp layout. Subtracting a one-layer
+run removes the costs of embedding and head. Subtracting the plain runs removes the costs without the extension. A model with
+several kinds of layers runs all its layers instead of two.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,19 @@ from triaxis.models.predict.traffic import measured_traffic
 
 
 class OwnCostsMeter:
-    """Measured costs of extensions, one measurement per combination of sizes and settings that can change them."""
+    """Measures the extra memory, FLOPs and messages of an extension's layers.
+
+    Each combination of sizes and settings that can change them is measured once.
+    """
 
     def __init__(self) -> None:
         self._known: dict[object, OwnCosts] = {}
 
     def __call__(self, config: Config, sizes: ParallelSizes) -> OwnCosts:
-        """Return the costs in this layout, from the extension's own `costs` function or measured.
+        """Return a layer's extra costs in this layout, from the extension's own `costs` function or measured.
 
-        `NO_COSTS`: no layer parts are extended. If a measurement fails, `unknown` in the result says why.
+        `NO_COSTS`: the extension replaces no attention, MLP, norm or block. If a measurement fails, `unknown` in the result says
+        why.
         """
         own = config.model.own
         if not own.with_parameters():
@@ -74,9 +78,12 @@ def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
 def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> NDArray[np.int64]:
     """Run forward and backward of one microbatch on the first rank, and count their costs.
 
+    Args:
+        is_own: whether to use the extension's parts, not built-in ones.
+
     Returns:
-        int64 [4]: bytes kept for the backward, FLOPs, bytes sent over tp, and calls over tp. The sums of replicas' gradients are
-            left out.
+        int64 [4]: bytes kept for the backward, FLOPs, bytes sent over tp, and calls over tp. Gradient sums for parameters that
+            several tp ranks hold are left out.
     """
     # Imported here: few runs have parts to measure.
     import torch

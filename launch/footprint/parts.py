@@ -1,6 +1,6 @@
 """Cut a short step into parts, and add up a longer step from them.
 
-There is one part per pipeline instruction, with its calls, operators and live bytes:
+A short step has few microbatches. Each pipeline instruction in it is a part, with its calls, operators and live bytes:
 
     start | 0F0 | send | 0F1 | send, receive | 0B0 | ... | finish | update
 
@@ -9,9 +9,10 @@ An instruction's work depends on a few facts about it, its `Likeness`:
     action        kind, chunk, and whether the microbatch is the chunk's first or last
     group call    its sends and receives, and the number of sends in the group call before it
 
-With ZeRO-2, buckets share memory for main grads, so an action also waits for reduce-scatters of earlier actions. The kinds, chunks
-and order of these actions are then facts too. If parts with equal facts differ in their work, that is an error. A longer step's
-calls and operators are sums over its parts. Its peaks follow from the live bytes at each part's beginning.
+With ZeRO-2, buckets share memory for main grads, so a backward action also waits for reduce-scatters of earlier ones. Its
+`Likeness` then has the earlier backward actions' kinds, chunks and order too. It is an error if parts with equal facts differ in
+their work. A longer step's calls and operators are sums over its parts. Its peak is the largest sum of live bytes at a part's
+beginning and the part's growth.
 """
 
 from collections import Counter
@@ -31,13 +32,13 @@ Likeness = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Tells which call is waited for, in terms that also hold in a longer step.
+    """Names the call that a part waits for, without absolute positions in the step.
 
-    `of` says where the call was posted:
+    So the same `Wait` fits a step with more microbatches. `of` says where the call was posted:
 
-    - own: call number `call` in the waiting part
-    - fed: the receive that feeds the waiting action
-    - before: call number `call` in an earlier `action` (kind, chunk), with `distance` later actions of that kind and chunk
+    - own: call number `call` in the part that waits
+    - fed: the receive whose data the part's action uses
+    - before: call number `call` in an earlier action with (kind, chunk) `action`; `distance` such actions ran between
     - end: call number `call` in the part that is `distance` parts before `finish`
     """
 
@@ -56,8 +57,8 @@ class InstructionCost:
         ops: number of dispatches of each operator, by (place in the model, name).
         change: bytes by kind at the part's end, less those at its beginning.
         most: peak bytes of each kind that grew, less the kind's live bytes at the part's beginning.
-        peak: largest moment at which a storage was created, less the live bytes at the part's beginning; None: no storage was
-            created.
+        peak: live bytes when they were most, by kind, less those at the part's beginning; measured when a storage is created.
+            None: no storage was created.
         largest: largest tensor created; None: no tensor was created.
     """
 
@@ -71,17 +72,22 @@ class InstructionCost:
 
 @dataclass
 class Total:
-    """A whole step, added up from parts. `log` has the calls that the ledger would have, `extremes` the peaks and counts."""
+    """A whole step, added up from recorded parts.
+
+    Attributes:
+        log: the step's posts and waits of calls, in order.
+        extremes: the step's peak bytes and operator counts.
+    """
 
     log: list[Event] = field(default_factory=list)
     extremes: Extremes = field(default_factory=Extremes)
 
 
 class Recorder:
-    """An executor's `observer` that cuts a step into parts.
+    """An executor's `observer` that records each pipeline instruction's calls and memory as a part.
 
     Args:
-        watch: entered watch on which `forget_peak` was just called.
+        watch: the rank's entered memory watch; `forget_peak` was just called.
         ledger: the topology's ledger.
         program, rank: the program, and the pp rank whose instructions run.
     """
@@ -105,12 +111,12 @@ class Recorder:
         self.watch.phase = "gradients" if instruction is None else "pipeline"
 
     def begin_update(self) -> None:
-        """End the part `finish`. Call this when the gradients are complete, before the update."""
+        """End the step's part `finish`, the work after the last instruction. Call this when gradients are complete."""
         self._end_part()
         self.update_start = Counter(self.watch.live)
 
     def end(self) -> None:
-        """End the part `update`. Call this after the update and its all-gathers."""
+        """End the step's last part, `update`. Call this after the optimizer's update and its all-gathers."""
         self._end_part()
 
     def _end_part(self) -> None:
@@ -188,9 +194,10 @@ def likenesses(program: Program, rank: int, *, has_slots: bool = False) -> list[
 
 
 def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
-    """Whether the short step has an instruction like each one in the long step.
+    """Whether each instruction of the long step has an equal one in the short step.
 
-    If the long step has two or more that are alike, the short step must also have at least two.
+    `short`, `long`: likenesses of a step with few microbatches and of the whole step. A likeness that occurs twice or more in
+    `long` must occur at least twice in `short`.
     """
     have = Counter(short)
     return all(have[likeness] >= min(count, 2) for likeness, count in Counter(long).items())
@@ -198,12 +205,12 @@ def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
 
 @dataclass
 class PartBook:
-    """Recorded parts of a short step, for adding up longer steps.
+    """Recorded parts of a short step, for adding up longer steps. A part has one instruction's calls and memory.
 
     Attributes:
         live_at_start, live_at_update: live bytes when the step and its update begin.
         start, finish, update: parts outside the pipeline's instructions.
-        by_likeness: one part for all instructions with equal facts.
+        by_likeness: the instructions' parts; instructions with equal `Likeness` share one.
         has_slots: whether buckets share main grads (ZeRO-2).
     """
 
@@ -237,16 +244,19 @@ class PartBook:
         return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness, has_slots)
 
     def covers(self, program: Program, rank: int) -> bool:
-        """Whether a part was recorded for each instruction of pp rank `rank`."""
+        """Whether each instruction of pp rank `rank` has a recorded one with equal `Likeness`."""
         return all(each in self.by_likeness for each in likenesses(program, rank, has_slots=self.has_slots))
 
     def add_up(self, program: Program, rank: int) -> Total:
-        """Add up pp rank `rank`'s step. The rank's stages must equal the recorded rank's stages."""
+        """Sum the calls, operators and memory of pp rank `rank`'s step from the recorded parts.
+
+        The rank that was recorded must have equal stages.
+        """
         return _Sum(self, program, rank).total()
 
 
 class _Sum:
-    """The running sum of recorded parts over one pp rank's instructions."""
+    """Sums the recorded instructions' calls, operators and memory over one pp rank's step."""
 
     def __init__(self, book: PartBook, program: Program, rank: int) -> None:
         self.book = book
@@ -312,7 +322,7 @@ class _Sum:
             live[kind] += change
 
     def _call(self, wait: Wait, instruction: Instruction | None, first: int) -> int:
-        """Return the awaited call's number in `posted`."""
+        """Return the awaited call's index in `self.posted`. `first` is the index of the waiting part's first post."""
         if wait.of == "own":
             return first + wait.call
         if wait.of == "end":

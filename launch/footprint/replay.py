@@ -55,7 +55,10 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The operation, dtype and numel that all ranks in a call must agree on. A message's `op` is empty."""
+    """The operation, dtype and numel that must be equal at all ranks of one call.
+
+    For a send or a receive, `op` is "", since the call's two ends differ.
+    """
 
     op: str
     dtype: object
@@ -100,7 +103,10 @@ class _Replay:
         return Replayed(len(self.rows), dict(collectives), dict(messages))
 
     def _row(self, rank: int, log: Sequence[Event]) -> Row:
-        """Translate a rank's log for `execute`. Posts in one group call become a `Call`, a wait becomes a `Step`."""
+        """Translate a rank's log into a row that `rendezvous.execute` simulates.
+
+        Posts in one group call become a `Call`. A wait becomes a `Step`, which blocks the rank until the call ends.
+        """
         items: list[list[Event]] = []
         position_of: dict[int, int] = {}
         for event in log:

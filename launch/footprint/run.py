@@ -103,7 +103,7 @@ class Footprint:
 
 
 class Footprints:
-    """Footprints of a layout's ranks.
+    """Computes each rank's footprint in a layout: its work and memory in one training step.
 
     Kernels are replaced by those in `AS_WRITTEN`, and Transformer Engine's attention by torch's.
 
@@ -144,7 +144,7 @@ class Footprints:
     def of(self, rank: int) -> Footprint:
         """Run one training step of this rank on fake tensors, and return its footprint.
 
-        If only some microbatches run, the others are added up from them.
+        If only some microbatches run, the others' calls and memory are computed from those that ran.
 
         Raises:
             TopologyError: there is no such rank, or this process already belongs to a process group.
@@ -161,8 +161,8 @@ class Footprints:
     def of_stages(self) -> list[Footprint]:
         """Return the footprints of the ranks with tp, cp and dp index 0, by pp index.
 
-        Ranks with equal chunks do the same work. So one of them runs, and the others' footprints are added up from its
-        instructions. A rank with another kind of instruction runs too. With `full`, all ranks run.
+        Ranks with equal chunks do the same work. So one of them runs, and the others' footprints are computed from its
+        instructions. A rank with an instruction unlike all of these runs too. If all microbatches run (`full`), all ranks run.
 
         Raises:
             ScheduleError: the microbatches that ran are not alike (see `PartBook.of`).
@@ -170,7 +170,7 @@ class Footprints:
         return [self._like(pp) for pp in range(self.sizes.pp)]
 
     def enough_microbatches(self, pp: int) -> int:
-        """Return how many microbatches must run so that the others can be added up (see `covers`)."""
+        """Return how many microbatches must run so that the others' work and memory follow (see `covers`)."""
         whole = likenesses(self.program, pp, has_slots=self._has_slots)
         # An interleaved schedule's partial last group has the same size in the short step.
         group = self.sizes.pp if self.sizes.vpp > 1 and not self.sizes.is_v else 1
@@ -363,7 +363,8 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
 def looking_at(engine: Engine, watch: MemoryWatch) -> AbstractContextManager[None]:
     """Return a context in which the watch sees the tensors that the engine's chunks save.
 
-    The watch also counts each operator under the chunk's child module that needs it.
+    The watch also counts each operator under the chunk's child module that runs it. A backward operator counts under the child
+    whose forward it belongs to.
     """
     modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
     return watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES)

@@ -37,9 +37,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that differs, or may differ, between A and B.
+    """A tensor that differs, or may differ, between the checkpoints A and B.
 
-    With the verdict `other dtype`, only the bytes can decide. Tensors with pieces of several dtypes have this verdict too.
+    With the verdict `other dtype`, the values may be equal, and only comparing the bytes shows it. Tensors with pieces of several
+    dtypes have this verdict too.
 
     Attributes:
         one, other: the tensor in A and in B; None: the tensor is missing there.
@@ -97,7 +98,7 @@ def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
 
 
 def differences(one: Manifest, other: Manifest) -> list[TensorDifference]:
-    """List the tensors that differ or may differ according to the manifests. Weights come first, in the order of A's model."""
+    """List tensors that differ, or may differ, between two checkpoints' manifests. Weights come first, in `one`'s order."""
     ours, theirs = tensors_of(one), tensors_of(other)
     found = []
     for kind in compared_kinds(one, other):

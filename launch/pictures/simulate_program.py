@@ -124,7 +124,8 @@ class _Call:
         unfinished: number of the call's transfers that have not ended.
         runs: whether the call was reached and `before` has ended.
         waiting: whether the rank is stopped at an action that needs this call.
-        end: end of the call's last transfer, `last`; None until then.
+        end: time at which the last of the call's transfers ended; None until then.
+        last: the transfer that ended last; None until then.
     """
 
     rank: int
@@ -250,7 +251,10 @@ class _Run:
         heapq.heappush(self.events, (time, self.num_events, subject))
 
     def open(self, call: _Call, now: float) -> None:
-        """Start a call if its rank has reached it and the previous call has ended. Begin transfers whose other call runs too."""
+        """Start a call if its rank has reached it and the previous call has ended.
+
+        Begin each of its transfers for which the call at the other end runs too.
+        """
         if call.runs or call.reached > now or (call.before is not None and call.before.end is None):
             return
         call.runs = True

@@ -84,7 +84,10 @@ def split(
 
 
 def bounds_of_shares(num_documents: int, shares: Sequence[float]) -> list[int]:
-    """Compute the `bounds` of `split` for parts in proportion to `shares`, as [len(shares) + 1] numbers."""
+    """Compute the argument `bounds` of `split` for parts in proportion to `shares`.
+
+    The result has each part's first document, then `num_documents`: [len(shares) + 1].
+    """
     return [0, *(round(num_documents * sum(shares[: at + 1]) / sum(shares)) for at in range(len(shares)))]
 
 

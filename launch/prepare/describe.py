@@ -40,7 +40,10 @@ class CorpusCounts:
 
 
 def describe(corpus: IndexedTokens, eod_id: int | None) -> CorpusCounts:
-    """Count documents and tokens, and examine at most MOST_DOCUMENTS documents, evenly spaced."""
+    """Count a corpus's documents and tokens.
+
+    Lengths and final tokens are examined in at most MOST_DOCUMENTS documents, evenly spaced.
+    """
     looked_at = min(corpus.num_documents, MOST_DOCUMENTS)
     chosen = np.arange(looked_at) * corpus.num_documents // looked_at
     lengths = corpus.document_lengths(range(corpus.num_documents))[chosen]

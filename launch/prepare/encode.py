@@ -103,7 +103,7 @@ def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part
 
 
 def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
-    """Yield a piece's documents; none if its file has changed since the units were planned.
+    """Yield a piece's documents; none if the file changed after it was cut into pieces.
 
     A changed file is added to the findings.
 
@@ -123,7 +123,7 @@ def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
 
 
 def is_as_planned(file: InputFile, findings: Findings) -> bool:
-    """Whether a file is readable and has not changed since the units were planned. If not, it is added to the findings."""
+    """Whether a file is readable and unchanged since it was cut into pieces. If not, it is added to the findings."""
     try:
         now = InputFile.of(file.path, file.options)
     except (FileNotFoundError, PermissionError) as error:

@@ -87,7 +87,7 @@ class Parquet:
 def _document(
     value: bytes | list[int | None] | None, place: InputPlace, file: InputFile, reading: Reading
 ) -> Iterator[Document]:
-    """Yield the document in a row, or add the row to the findings."""
+    """Yield the document in a row. An empty, null, too long or non-UTF-8 row is added to `reading` as bad input."""
     if value is None or (isinstance(value, list) and None in value):
         what = "it is null" if value is None else f"item {value.index(None) + 1:,} of its list is null"
         reading.add(BadInput.NOT_TEXT, replace(place, detail=what), RULE)

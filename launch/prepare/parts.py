@@ -1,11 +1,11 @@
 """Write and find the parts of an unfinished corpus.
 
-A part is complete or absent, so a killed run can continue:
+A part has one unit's documents (a unit: input pieces encoded together). It is complete or absent, so a killed run can continue:
 
     PREFIX.parts/DIGEST.tokens    document . eod | document . eod | ..     the corpus's dtype
                  DIGEST.lengths   int32 per document
                  DIGEST.json      written last and atomically; has counts, findings, and a hash over the other two files
-                 progress         int64 [units, 5], each unit's counts for the progress line
+                 progress         int64 [units, 5], the five counts in `Done` for each unit
 
 DIGEST is a hash over the input pieces (path, size, mtime), the tokenizer and the options. So a later run finds an earlier run's
 part if, and only if, it needs the same bytes.
@@ -36,7 +36,10 @@ PROGRESS = "progress"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One unit's encoded documents, complete on disk. `left_out` counts the unit's bad input, which was not encoded."""
+    """The encoded documents of one unit (input pieces encoded together), complete on disk.
+
+    `left_out` counts the unit's bad input, which was not encoded.
+    """
 
     path: Path
     """Path of the part's files, without their suffix."""
@@ -135,7 +138,10 @@ class PartWriter:
             self.num_unknown += int((tokens == unknown_id).sum())
 
     def finish(self, num_bytes: int, left_out: Tally) -> Part:
-        """Write the lengths, then the .json that marks the part as complete, and return the part."""
+        """Write the documents' lengths, then the .json that marks the part as complete. Return the part.
+
+        `num_bytes` is the number of input bytes that were encoded.
+        """
         self._tokens.close()
         lengths = b"".join(self._lengths)
         self._path.with_suffix(".lengths").write_bytes(lengths)
@@ -176,7 +182,10 @@ class Done:
 
 
 class ProgressTable:
-    """A memory-mapped table of counts. Workers write their units' rows, and the parent sums all rows."""
+    """A memory-mapped file of progress, with one row of `Done` counts per unit of input pieces.
+
+    Workers write their units' rows, and the parent process sums all rows.
+    """
 
     COLUMNS = 5
 

@@ -124,9 +124,9 @@ def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
 
 
 def plan(files: Sequence[InputFile], findings: Findings) -> list[Unit]:
-    """Split the input into units of pieces, which depend on the files alone.
+    """Cut files into pieces, and group the pieces into units, each encoded by one worker.
 
-    A .jsonl may be cut at any byte. A file that is one document is never cut.
+    The result depends on the files alone. A .jsonl may be cut at any byte. A file that is one document is never cut.
 
     Raises:
         DataError: a file is bad as a whole, and `findings` stops at bad input.

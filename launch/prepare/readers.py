@@ -45,7 +45,7 @@ BOM = "\ufeff"
 
 
 class Reader(Protocol):
-    """The interface of a file format with text or tokens."""
+    """The interface for one file format, which cuts files into pieces and reads their documents."""
 
     @property
     def title(self) -> str:
@@ -177,7 +177,7 @@ def _has_border(separator: str) -> bool:
 
 
 def _whole(stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield a whole file as one (0, content) record. The content is None above the size limit."""
+    """Yield a whole file as one record (first byte 0, content). The content is None above the size limit."""
     limit = piece.file.options.max_document_bytes
     content = stream.content.read(limit + 1)
     yield 0, None if len(content) > limit else content
@@ -209,10 +209,12 @@ def _document(line: bytes, text_key: str, place: InputPlace, reading: Reading) -
 
 
 def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
-    """Parse a JSON line into (None, "", text or ids), or into (fault, detail, "") if it is bad.
+    """Parse a JSON line into (None, "", text or ids).
+
+    If the field `text_key` is missing, empty, or no valid text or ids, return (fault, detail, "") instead.
 
     Raises:
-        ValueError: the line is not JSON, or not UTF-8.
+        ValueError: the line as a whole is not JSON, or not UTF-8.
     """
     # If an object had the key twice, one text would be lost silently.
     value = parse_json(line.decode(), is_unique=line.count(f'"{text_key}"'.encode()) > 1)

@@ -33,7 +33,7 @@ class DamagedStreamError(Exception):
 
 @dataclass(slots=True)
 class Stream:
-    """An open input file, as decompressed bytes and as bytes on disk."""
+    """An open input file: `content` reads its decompressed bytes, `raw` measures the progress on disk."""
 
     content: io.BufferedReader
     """The file's bytes, decompressed."""

@@ -65,7 +65,7 @@ def _open(path: Path, vocab_size: int) -> Tokens:
     """Memory-map a file's tokens, integers [n] or [documents, n].
 
     Raises:
-        ValueError: the file holds no tokens, or tokens of another width.
+        ValueError: the file holds no integers, its header is wrong, or its tokens are wider than `vocab_size` needs.
     """
     with path.open("rb") as handle:
         head = handle.read(4 * LLM_C_HEADER)

@@ -1,6 +1,6 @@
 """Train a tokenizer on the corpus itself, for `train-bpe:32000`.
 
-    units of the corpus --evenly spread, TRAINING_BYTES at most--> documents --tokenizers' BpeTrainer--> PREFIX.tokenizer.json
+    pieces of the input --evenly spread, TRAINING_BYTES at most--> documents --tokenizers' BpeTrainer--> PREFIX.tokenizer.json
 
 The result is a byte-level BPE like GPT-2's, so any text has ids. The same text gives the same file, because ties are decided by id.
 """

@@ -69,7 +69,10 @@ def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None
 
 
 def first_difference(ours: Facts, theirs: Facts, rank: int) -> str:
-    """Format the message about the first difference between rank 0 and another rank."""
+    """Format the error message about the first fact that differs between ranks 0 and `rank`.
+
+    Facts are settings, code, package versions and corpora.
+    """
     here, there = dict(_facts(ours)), dict(_facts(theirs))
     different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
     if not different:

@@ -11,7 +11,7 @@ from triaxis.engine.data.skipped import SkippedRanges
 
 
 def run_documents(config: Config, topology: Topology, source: SampleSource) -> DocumentStatistics | None:
-    """Return the document lengths in some steps, equal on every rank. None if tokens attend across documents."""
+    """Return document lengths in the run's first steps, equal on every rank. None if tokens attend across documents."""
     if config.data.attention == "across":
         return None
     return measure_documents(

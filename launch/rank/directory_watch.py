@@ -41,8 +41,8 @@ class DirectoryWatch(StepWatcher):
     def enter(self, part: StepPart) -> None:
         """Restore the directory and its locks if they are gone. Look at most once per `LOOK_SECONDS`.
 
-        After a restoration, the telemetry's files are reopened and the loss is reported. A failed restoration is reported once
-        and tried again.
+        After a restoration, the telemetry's files are reopened and the directory's loss is reported. A failed restoration is
+        reported once and tried again.
 
         Raises:
             TriaxisError: the directory was removed, and another live run has taken its path.

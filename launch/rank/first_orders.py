@@ -57,7 +57,10 @@ class OrderProgress(Progress):
             self.heartbeat.builds()
 
     def waits(self, path: Path) -> None:
-        """Send a heartbeat if the process that builds the order has progressed since the last call."""
+        """Send a heartbeat if another process, which builds the sample order `path`, has progressed.
+
+        Progress is counted from the last call.
+        """
         if (done := pieces_done(path)) != self._others_done:
             self._others_done = done
             self.hashes(path)

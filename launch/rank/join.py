@@ -1,4 +1,4 @@
-"""Start one rank of any worker, from its config to the process group and topology."""
+"""Start one rank: read its config, join the process group, and build the topology."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ class Rank:
     """One connected rank of a run.
 
     Attributes:
-        config: configuration as read, in the phase that this rank trains.
+        config: configuration as read, for the phase (stretch of the run with its own settings) that is trained now.
         resolved: `config` with every `auto` in recomputation resolved; engines are built from it.
     """
 
@@ -46,7 +46,7 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
 
     Args:
         argv: config path and overrides.
-        trains: whether to require that the predicted memory fits; under torchrun, the launcher has checked this.
+        trains: whether the predicted memory must fit; not checked under torchrun, since Triaxis's launcher has checked it.
 
     Raises:
         ConfigError: all problems at once, before any process group exists.
@@ -78,8 +78,8 @@ def join_run(
 
     Args:
         words: the worker's arguments: config path, then overrides.
-        trains: see `read_config`.
-        choose_phase, measure: see `join`.
+        trains: whether the rank trains; predicted memory must then fit (see `read_config`).
+        choose_phase, measure: functions that choose the run's phase and measure an extension's costs (see `join`).
         before: function (configuration) that runs before any rank waits for another; it may take long.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -23,7 +23,7 @@ def remember_allocations(record: Callable[..., object] = torch.cuda.memory._reco
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """The snapshot file of one rank. `has_history`: whether `remember_allocations` was called."""
+    """One rank's file with a snapshot of its GPU memory. `has_history`: whether it names who allocated each block."""
 
     path: Path
     has_history: bool

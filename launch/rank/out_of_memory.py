@@ -57,11 +57,11 @@ def explained(
     engine: Engine | None,
     snapshot: str | None = None,
 ) -> OutOfMemoryError:
-    """Build the readable error.
+    """Build an error that says why the rank ran out of memory.
 
     Args:
         error: the allocator's error.
-        place: memory that was requested.
+        place: kind of memory that ran out: GPU, pinned or host.
         config: the run's configuration; `parallel.dp` is replaced by the topology's.
         engine: the rank's engine; None while it is being built.
         snapshot: a line about a snapshot; None: there is none.

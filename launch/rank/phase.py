@@ -1,7 +1,8 @@
 """Find the phase, and the setting `sequence_counts`, with which a run continues.
 
-Rank 0 reads the newest checkpoint before any group exists, because layouts may differ between phases. A checkpoint saved at a
-phase's end belongs to the next phase. A run keeps its earlier `sequence_counts`, which says what the experts' sequence loss counts.
+A phase is a stretch of the run with its own settings. Rank 0 reads the newest checkpoint before any group exists, because layouts
+may differ between phases. A checkpoint saved at a phase's end belongs to the next phase. A run keeps its earlier `sequence_counts`,
+which says which experts the MoE sequence loss counts.
 """
 
 import os
@@ -54,8 +55,8 @@ def phase_after(config: Config, candidate: Candidate | None) -> str:
 def config_after(config: Config, candidate: Candidate | None) -> Config:
     """Return the configuration in which a run continues from a checkpoint.
 
-    If the checkpoint's run had `sequence_counts: choices`, this setting is kept and a note is printed. `checkpoint.accept` can
-    prevent that.
+    With `sequence_counts: choices`, the sequence loss counts the chosen experts. If the checkpoint's run had this setting, the
+    setting is kept and a note is printed. To prevent both, name the setting in `checkpoint.accept`.
     """
     if candidate is None:
         return config

@@ -31,7 +31,7 @@ HOST_BYTES = 64
 
 
 def open_step_times(config: Config, topology: Topology, marks: TimeMarks, directory: RunDirectory) -> StepTimes:
-    """Create the timer for this rank's steps. The timer reads `marks`, in which the topology's waits are marked."""
+    """Create this rank's step timer. The timer reads `marks`, which record when the rank waits for communication."""
     schedule, timeline = schedules.of_step(config, topology.sizes), None
     steps = config.telemetry.timeline
     if steps is not None:

@@ -1,7 +1,7 @@
 """Create the watchers of a rank's steps, instructions and waits.
 
 Watchers    created before the engine, which gets their `observers`
-notices     created once there is telemetry
+notices     further watchers, created after telemetry; they report a lost directory or a written trace
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class Watchers:
         directory: run directory in which this attempt writes.
 
     Attributes:
-        topology: this rank's topology, whose waits are followed.
-        heartbeat: this rank's heartbeat, the first to follow each instruction.
+        topology: this rank's topology, which tells watchers when the rank waits for communication.
+        heartbeat: this rank's heartbeat; of all observers, it is told of each instruction first.
         times: step times; None if the configuration has no use for them.
         observers: observers of the engine's instructions.
         steps: all step watchers.

@@ -34,8 +34,8 @@ def add_arguments(parser: CommandParser) -> None:
 def find_repeats(args: argparse.Namespace) -> int:
     """Print how many tokens in each epoch a run has read, and which tokens twice.
 
-    Return 1 for a repeat, a jump in the samples, or a finished epoch that left out too many labels, else 0. An epoch may
-    leave out fewer labels than the sum of the run's different sequence lengths.
+    Return 1 for a repeat, a jump in the samples, or a finished epoch that left out too many labels, else 0. Too many means at
+    least the sum of the run's different sequence lengths.
 
     Raises:
         DataError: the run's config cannot be read, or the run was trained on random tokens.

@@ -24,8 +24,8 @@ class SampleRead:
         sample_id: index of the sample in the data, from 0; larger than `position` after skipped ranges.
         corpus: prefix of the sample's corpus.
         epoch: index of the epoch within the corpus, from 0.
-        pieces: stretches of consecutive tokens in the epoch, each as document parts in order. The first token of a piece is only an
-            input, never a label. The sample's last token is only a label.
+        pieces: stretches of consecutive tokens in the epoch, each as document parts in order. A piece's first token is only an
+            input, never a label. All its other tokens are labels. All tokens but the sample's last are inputs.
     """
 
     position: int
@@ -55,7 +55,7 @@ def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: Ski
 
 
 def read_of(source: SampleSource, sample_id: int, position: int) -> SampleRead:
-    """Find the corpus and the document parts of one sample in a blend."""
+    """Find the corpus and document parts of sample `sample_id` in a blend. `position` is its index in the run."""
     assert isinstance(source, Blend), "random tokens come from no corpus"
     number, inner = source.locate(sample_id)
     stream = source.sources[number]

@@ -3,12 +3,12 @@
     attempt 0   runs steps 1 .. 43                          steps 1 .. 40 count as attempt 0's
     attempt 1   resumes after 40, runs steps 41 .. 60       steps 41 .. 60 count as attempt 1's
 
-Within one epoch each token in a corpus should be predicted once. So labels are counted by (corpus, epoch, document). Attempts may
-have different seeds, blends or sequence lengths. A sample consists of stretches of consecutive tokens, and predicts all tokens but
-each stretch's first.
+Within one epoch each token in a corpus should be predicted once. So labels, the predicted tokens, are counted by (corpus, epoch,
+document). Attempts may have different seeds, blends or sequence lengths. A sample has stretches of tokens that follow each other
+in the epoch. Each stretch's first token is not a label.
 
-In an epoch that is over, every label must have been read. Labels in skipped samples are exceptions. Besides these, fewer
-labels than the sum of the run's different sequence lengths may be unread.
+In an epoch that is over, every label must have been read, except labels in skipped samples. A few more may be unread: fewer than
+the sum of the different sequence lengths that the run used.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,11 +29,13 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """Consecutive steps with the same last attempt and the same skipped ranges.
+    """Consecutive steps that the same attempt ran last, with the same skipped sample ids.
+
+    A later attempt may run steps again.
 
     Attributes:
         first_step, end_step: the span has the steps first_step + 1 .. end_step, counted from 1.
-        attempt: index of the attempt.
+        attempt: index of that attempt.
         config: configuration used by the attempt.
         skipped: sample ids that these steps left out.
     """
@@ -178,7 +180,7 @@ def _add(places: dict[Place, list[tuple[int, int, int]]], corpus: str, one: Samp
 
 
 def _skipped_between(skipped: SkippedRanges, position: int, end: int) -> Iterator[int]:
-    """Yield the skipped sample ids between the samples at the positions `position - 1` and `end - 1`."""
+    """Yield the ids skipped just before or between the samples at run positions `position` .. `end - 1`."""
     before = skipped.id_at(position - 1) if position else -1
     for start, stop in skipped.ranges:
         yield from range(max(start, before + 1), min(stop, skipped.id_at(end - 1)))

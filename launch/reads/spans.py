@@ -1,4 +1,4 @@
-"""Groups a run's recorded steps by the last attempt and by the skipped samples."""
+"""Groups a run's steps by the attempt that ran them last and by skipped samples."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -17,7 +17,7 @@ from triaxis.launch.report.record import RunRecord
 def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
     """Yield spans that cover a run's steps in order.
 
-    All steps in a span have consecutive numbers, the same last attempt and the same skipped ranges.
+    All steps in a span have consecutive numbers and the same skipped ranges. The same attempt ran all of them last.
 
     `config` is the run's configuration. In an attempt's spans, the fields that the attempt recorded replace those in `config`.
     """
@@ -41,7 +41,7 @@ def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
 def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
     """Return the span that contains a step, counted from 1.
 
-    A step that no attempt has run yet has a span of its own, as the last attempt would run it.
+    If no attempt has run the step yet, the span has only this step. Its attempt and skipped ranges are the run's last.
     """
     spans = list(spans_of(run, config))
     found = next((span for span in spans if span.first_step < step <= span.end_step), None)
@@ -55,7 +55,7 @@ def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
 def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: Sequence[Event]) -> SkippedRanges:
     """Find the sample ranges that were skipped when an attempt ran a step.
 
-    The ranges come from the attempt's last rollback to an earlier step, or else from the attempt's beginning.
+    The ranges come from the attempt's last rollback to before `step`. Without one, they come from the attempt's beginning.
     """
     began_with = begun[attempt].details.get("skipped") if attempt in begun else None
     # Attempts made by older versions do not record their first ranges; the last rollback in an earlier attempt has them.

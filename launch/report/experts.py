@@ -1,7 +1,7 @@
 """Draws the load on experts as heat maps.
 
-A cell's shade shows the load ratio: an expert's tokens divided by the mean over its layer's experts. The first colour's strongest
-shade means ratio 0, and no colour ratio 1. The second colour's strongest shade means ratio `full` of `heat_map` or more.
+A cell's shade shows the load ratio: an expert's tokens divided by the mean over its layer's experts. Ratios below 1 have the first
+colour, strongest at 0. Ratios above 1 have the second colour, strongest from `heat_map`'s argument `full` on.
 """
 
 import math
@@ -142,7 +142,7 @@ def heat_map(
         axis: name of the column axis.
         places: (column, text) for each mark below the map.
         title: function (row, column) -> text shown under the pointer.
-        full: load ratio from which cells have the second colour's strongest shade.
+        full: load ratio from which the shade is strongest. Ratios above 1 have the second colour, and ratios below 1 the first.
         stretched: whether the columns fill the width, however few they are.
     """
     columns = len(cells[0])
@@ -200,7 +200,7 @@ def _shade(ratio: float, full: float) -> tuple[str, int]:
 
 
 def _key(low: float, full: float) -> str:
-    """Draw the legend for the ratios from `low`, 0 or 1, to `full`."""
+    """Draw the legend for load ratios from `low` to `full`. `low` is 0 or 1."""
     shades = [_shade(low + (full - low) * step / LEVELS, full) for step in range(LEVELS + 1)]
     even = round((1 - low) / (full - low) * LEVELS)
     texts = {0: f"{low:g}", even: "1, the mean", LEVELS: f"{full:g}+"}

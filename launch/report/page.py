@@ -230,7 +230,10 @@ def _config(run: RunRecord) -> str:
 
 
 def _written(iso_time: str) -> str:
-    """Format a manifest's time like all other times on the page. An invalid time is shown as it is."""
+    """Format the time when a checkpoint was written like the page's other times.
+
+    Text that is not an ISO time with a time zone is shown as it is.
+    """
     try:
         written = datetime.fromisoformat(iso_time)
     except ValueError:

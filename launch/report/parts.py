@@ -55,7 +55,10 @@ def series(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[fl
 
 
 def curve(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """Thin `series` to about 4 * MOST_POINTS points, which saves memory in a long run."""
+    """List each record's (step, value at the nested `keys`), thinned to about 4 * MOST_POINTS points.
+
+    Thinning saves memory in a long run.
+    """
     return thinned(series(records, *keys), 4 * MOST_POINTS)
 
 
@@ -115,7 +118,10 @@ def small_charts(run: RunRecord) -> str:
 
 
 def loss_over_rate(run: RunRecord) -> str:
-    """Render the loss over the learning rate; "" if the run is no range test, in which every step raises the rate."""
+    """Render the loss over the learning rate; "" unless the run is a range test.
+
+    A range test raises the learning rate in every step.
+    """
     logs = [(math.log10(rate), number(each, "loss")) for each in run.steps if (rate := number(each, "lr")) > 0]
     if not logs or logs[-1][0] < logs[0][0] + 1 or any(other[0] <= one[0] for one, other in pairwise(logs)):
         return ""
@@ -172,7 +178,10 @@ def _worst_underflow(lost: Mapping[str, object], operand: str) -> float:
 
 
 def _norm(norms: object, key: str) -> float:
-    """Read one number from a parameter group's record; NaN if there is none. `relative_update` is update / weight."""
+    """Read one number from a parameter group's record; NaN if there is none.
+
+    `relative_update` is in no record. It is computed from the record as update / weight.
+    """
     record = norms if isinstance(norms, Mapping) else {}
     if key != "relative_update":
         return number(record, key)

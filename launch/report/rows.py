@@ -22,7 +22,7 @@ Form = dict[str, "tuple[str, int] | Form"]
 
 
 class Rows:
-    """A store for records. A call adds a record and returns its `Row`."""
+    """A store for the records in metrics.jsonl. A call adds one and returns its `Row`, which reads like the dict."""
 
     def __init__(self) -> None:
         self.numbers = array("d")
@@ -38,7 +38,10 @@ class Rows:
         return Row(self, form, *start)
 
     def _add(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Append a record's values to the arrays; return (key, kind, key, kind, ..). A nested mapping's kind is such a tuple."""
+        """Append a record's values to `numbers` and `others`; return (key, kind, key, kind, ..).
+
+        A value's kind is "int", "float" or "other". A nested mapping's kind is such a tuple.
+        """
         shape: list[Any] = []
         for key, value in record.items():
             if type(value) is float or (type(value) is int and -LARGEST_EXACT <= value <= LARGEST_EXACT):

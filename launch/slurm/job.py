@@ -154,7 +154,10 @@ class SrunStep:
             call("scancel", "--signal=KILL", self.report.step)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Forward SIGUSR1 to the ranks. SLURM itself sends them SIGTERM. A signal after a bad end is not recorded."""
+        """Forward SIGUSR1 to the ranks. SLURM itself sends them SIGTERM.
+
+        `received` records the signal, unless a task has already ended badly.
+        """
         if not self.report.is_bad:
             self.received = signal.Signals(number)
         if number == signal.SIGUSR1 and self._srun is not None:
@@ -171,7 +174,10 @@ class SrunStep:
 
 
 def judge(code: int, report: StepReport, received: signal.Signals | None) -> Outcome:
-    """Classify how an attempt ended. An exit code on which all ranks agree decides if one rank reports it."""
+    """Classify how an attempt ended.
+
+    All ranks agree on some exit codes, such as REQUEUE. One rank that ends with such a code is enough.
+    """
     if report.has_code(ExitCode.REQUEUE):
         return Outcome.PREEMPTED
     if report.has_code(ExitCode.NEXT_PHASE):

@@ -29,8 +29,8 @@ class StepReport:
         nodes: node names in task order.
         tasks_per_node: task counts in the same order; tasks are numbered node by node.
         exit_codes: nonzero exit codes of tasks that ended by themselves, by task.
-        ended: tasks that srun has named.
-        first: tasks in srun's first message about a bad end.
+        ended: all tasks that srun has reported as ended badly.
+        first: those of them in srun's first such message.
         step: identifier of the step that srun ends, for `scancel`; "" until then.
     """
 
@@ -65,10 +65,10 @@ class StepReport:
             self._lost.add(match[1].rstrip(".,:"))
 
     def suspects(self) -> list[str]:
-        """Return the nodes to blame for a bad end, once the step is over.
+        """Return the nodes to blame for a task's bad end, once the step is over.
 
-        They are the lost nodes, whose tasks srun ended without a message. If none is lost, it is the node of the first bad end. If
-        the first message names several nodes, none is blamed.
+        Lost nodes are blamed: nodes that srun reports as failed, or else nodes without a message about their tasks. If none or
+        all are lost, the node in the first message about ended tasks is blamed. A first message about several nodes blames none.
         """
         lost = self._lost or set(self.nodes) - {self.node_of(task) for task in self.ended}
         if lost and lost != set(self.nodes):

@@ -122,10 +122,10 @@ class CommandParser(argparse.ArgumentParser):
     def takes(
         self, subject: PathArgument, meaning: str, *, required: bool = True, read_without: Path | None = None
     ) -> None:
-        """Make the parser accept overrides and a path of the kind `subject` as words.
+        """Make the parser accept config overrides, and one path, the subject, besides options.
 
         Args:
-            subject: kind of path. A config may also be given with `--config`.
+            subject: kind of path, `CONFIG` or `CHECKPOINT`. A config may also be given with `--config`.
             meaning: what the subject means for this command, for `--help`.
             required: refuse a command line that lacks it.
             read_without: path that the command reads if none is given; None: nothing is read.
@@ -146,15 +146,15 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def verbs(self) -> tuple[str, ...]:
-        """Names of the verbs, if the command has any."""
+        """Names of the verbs (subcommands), if the command has any."""
         return () if self._verbs is None else tuple(self._verbs.choices)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse the words after the command's name. An unknown option or verb exits with a usage error.
 
         Raises:
-            ConfigError: a word is not an option, an override or a subject, or is another engine's option.
-            ConfigError: a path cannot exist here, an output cannot be written, or a required subject is missing.
+            ConfigError: a word is not an option, an override or the command's config or checkpoint, or is another engine's option.
+            ConfigError: a path cannot exist here, an output cannot be written, or a required config or checkpoint is missing.
         """
         if self._verbs is not None:
             return self._parse_verb(arguments)

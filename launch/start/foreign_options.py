@@ -133,9 +133,9 @@ def _takes(key: str, word: str) -> bool:
 
 
 def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path | None) -> str:
-    """Format the command to paste, or the reason why that command would not start.
+    """Format the overrides for the replaced options, and the whole command to paste.
 
-    If the answer has problems, there is no command, only the overrides.
+    If an option has no single equivalent, there is no command. If the command would not start, the reason is given instead.
     """
     replaced = ", ".join(answer.replaced)
     written = " ".join(map(shlex.quote, answer.overrides))

@@ -142,7 +142,8 @@ def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, st
 def script(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
     """Build the remote bash's input, which sets the environment and starts the launcher.
 
-    The script is in braces, so that bash reads all of it before the signal names on the same stream.
+    Later, this process writes names of signals for the launcher to the same stream. Because of the braces, bash reads the
+    whole script first.
     """
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables.items()))
     command = shlex.join(words)
@@ -299,14 +300,17 @@ def _relay(host: str, stream: TextIO) -> None:
 
 
 def is_asked_for(variables: Mapping[str, str]) -> bool:
-    """Whether this process starts a run on other hosts, and is not itself a launcher of such a run."""
+    """Whether this process must start a launcher on each host in HOSTFILE.
+
+    False in such a launcher itself, which has NODE_RANK.
+    """
     return bool(variables.get(VARIABLE)) and "NODE_RANK" not in variables
 
 
 def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, dry_run: bool) -> int:
-    """Check the config for the hosts' ranks, then run it there or show the commands.
+    """Check the config for the hosts' ranks, then start the run there over ssh.
 
-    Returns the exit code.
+    With `dry_run`, print each host's command instead. Returns the exit code.
 
     Raises:
         ConfigError: all problems in the configuration at once.

@@ -4,10 +4,10 @@ Each row has examples of such variables, where they come from, and what happens 
 
     PET_NNODES=2 PET_NODE_RANK=1 ..      torchrun's own, set by a Kubernetes operator   taken as NNODES, NODE_RANK, ..
     PET_TEE=3, PET_RDZV_BACKEND=c10d     settings that our launcher decides             cleared
-    WORLD_SIZE=8 RANK=3, OMPI_COMM_..    another launcher has started 8 copies of us    refused, unless NNODES says what is meant
+    WORLD_SIZE=8 RANK=3, OMPI_COMM_..    another launcher has started 8 copies of us    refused, unless NNODES is set
     WORLD_SIZE=1 RANK=0                  another launcher has started one copy          cleared
 
-torchrun reads PET_* as defaults for its options.
+With NNODES, each copy is one node's launcher. torchrun reads PET_* as defaults for its options.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ class Environment:
     """A launcher's environment, cleared of other launchers' variables.
 
     Attributes:
-        variables: remaining variables; adopted ones have our names.
+        variables: remaining variables. Adopted ones, such as PET_NNODES, have lost their `PREFIX`.
         removed: names that must not reach torchrun or the ranks.
         notes: phrases about adopted and cleared variables.
     """

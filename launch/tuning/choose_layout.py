@@ -142,7 +142,10 @@ def _model_cuts(config: Config, machine: Machine) -> list[tuple[int, int, int]]:
 
 
 def _model_sizes(config: Config, machine: Machine) -> list[int]:
-    """List the products tp x pp x ep of all layouts, smallest first."""
+    """List tp x pp x ep, smallest first, of layouts that divide ranks and experts evenly.
+
+    Some layouts may not be legal.
+    """
     return sorted({tp * pp * ep for tp, pp, ep in _model_cuts(config, machine)})
 
 

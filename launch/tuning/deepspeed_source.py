@@ -53,12 +53,12 @@ def _deepspeed_keys(source: str) -> dict[str, Any] | None:
 def of_deepspeed(
     args: argparse.Namespace, deepspeed: DeepSpeedSource, num_ranks: int, *, is_ignoring: bool
 ) -> tuple[DeepSpeedRun, argparse.Namespace]:
-    """Read DeepSpeed's configuration. Also return arguments for the model's source.
+    """Read DeepSpeed's configuration, and copy `args` for the model's source.
 
-    Their `--ignore` keys are those that DeepSpeed's configuration lacks.
+    The copy keeps only `--ignore` keys that DeepSpeed's configuration lacks. The other keys are ignored in that configuration.
 
     Args:
-        is_ignoring: whether the model's source reads `--ignore` too. If not, none remain.
+        is_ignoring: whether the model's source reads `--ignore` too. If not, the copy keeps none.
     """
     path, keys = deepspeed
     own = {name.partition(".")[0] for name, _ in entries(keys)}

@@ -57,7 +57,7 @@ class PlannedRun:
         num_tokens: requested training tokens.
         corpus_tokens: tokens in the training corpus; None: the run has random tokens.
         evidence: evidence that the tokenizer prepared the corpus, in a few words.
-        given: values that were kept, in place of the recipe's.
+        given: values from another engine's configuration, used in place of the recipe's.
     """
 
     config: Config
@@ -256,7 +256,7 @@ def _section(run: PlannedRun, name: str, fields: Fields, *remarks: str) -> Itera
 
 
 def _origins(run: PlannedRun, name: str) -> Fields:
-    """Return a section's kept fields, with the origin of each value."""
+    """Map a section's fields from another engine's configuration to the origin of each value."""
     return {key: origin for key, (_, origin) in run.given.get(name, {}).items()}
 
 

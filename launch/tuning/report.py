@@ -164,7 +164,7 @@ def _asked(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[tuple[str
 
 
 def _meanings(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[tuple[str, str]]:
-    """Yield the rows that explain the table's numbers."""
+    """Yield (term, explanation) for the table's numbers, such as `MFU`."""
     machine, one = tried.machine, measured[0]
     peak = tried.peak(one.config)
     yield "speeds", f"the median of steps {one.first_step} to {one.last_step}; ranks: {one.device}"

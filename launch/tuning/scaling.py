@@ -35,7 +35,7 @@ class Scaling:
         tokens_per_second: tokens per second over all ranks.
         speed_up: speed-up over the fewest ranks.
         efficiency: share of the ideal speed-up; 1 for the fewest ranks.
-        lost: share of a step that is lost to each part; with the efficiency, the shares add up to 1.
+        lost: share of a step that is lost to each part, such as `bubble`; with the efficiency, the shares add up to 1.
     """
 
     num_ranks: int

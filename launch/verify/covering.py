@@ -39,6 +39,6 @@ def covering_rows(features: Mapping[str, Sequence[Hashable]], is_legal: Callable
 
 
 def pairs(row: Row) -> Iterator[Pair]:
-    """Yield every pair of choices in a row."""
+    """Yield the choices of every two features in a row, which is one configuration."""
     for one, other in combinations(row.items(), 2):
         yield frozenset((one, other))

@@ -36,7 +36,7 @@ NOISE_STD = 0.1
 
 
 class Notebook(Protocol):
-    """An object that receives every tensor in every step, to write or to compare it."""
+    """A receiver that writes or compares the weights, gradients and optimizer states in every step."""
 
     def tensor(self, step: int, kind: TensorKind, part: "HeldElements") -> None: ...
     def step_done(self, step: int) -> None: ...
@@ -91,9 +91,9 @@ def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Compute a parameter's values after `leave_the_initial_point`, without an engine.
+    """Compute a parameter's initial values plus noise, as `leave_the_initial_point` does, without an engine.
 
-    The result is the record's box, flat, on the CPU.
+    The result has this rank's part (`record.box`), flat, on the CPU.
     """
     dtype = dtype if record.spec.is_trained else accumulation_dtype(dtype)
     return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
@@ -186,7 +186,7 @@ def reference_file(folder: Path, step: int) -> Path:
 
 
 class Writing:
-    """The reference's notebook, which writes whole tensors to one file per step."""
+    """Receives the reference's whole tensors in every step, and writes one file per step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -206,7 +206,7 @@ class Writing:
 
 
 class Comparing:
-    """The notebook of a layout's rank, which compares the rank's elements with the reference's."""
+    """Receives one rank's elements in every step, and compares them with the reference's."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -354,8 +354,8 @@ def run_oracle(oracle: str, config: Config, folder: Path) -> int:
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
     """Describe why a trial differs from an oracle.
 
-    The verdict's own cause is returned if a layout's first difference is not in samples, outputs or loss. None: the trial does
-    not differ.
+    Layouts run only after our one process has agreed with the oracle. So a layout that differs first in gradients or updates
+    keeps the verdict's own cause. None: the trial does not differ.
     """
     if verdict.equal:
         return None

@@ -76,16 +76,16 @@ def observe(
     sites: Sequence[str] | None = None,
     noise_of: str | None = None,
 ) -> None:
-    """Train `config.train.steps` steps, and write the judge's records to `folder`.
+    """Train `config.train.steps` steps, and write the reference or this rank's report to `folder`.
 
     Args:
         topology: this rank's topology.
         config: configuration with the layout. For the reference: the same in one process.
         folder: folder shared by all ranks. The reference writes its files there, and a layout's ranks read them.
         is_reference: True: write whole tensors; False: compare this rank's parts with them.
-        sites: sites whose outputs are compared; None: all.
-        noise_of: dtype to which the first weights are rounded, in the run that measures the reference's rounding; None in all other
-            runs.
+        sites: names of the outputs to compare, such as `layers.0.mlp`; None: all.
+        noise_of: the reference's dtype, only in the run in a wider dtype that measures rounding. Its first weights are rounded to
+            this dtype. None in other runs.
     """
     engine = build(config, topology, build_chunks)
     if noise_of is None:
@@ -174,9 +174,9 @@ def _sites(
     steps: Sequence[Sequence[MicroBatch]],
     wanted_sites: Sequence[str] | None,
 ) -> list[SiteReport]:
-    """Compare the first step's outputs with the reference's for the same tokens.
+    """Compare the first step's outputs, such as `layers.0.mlp`, with the reference's for the same tokens.
 
-    An output that the reference lacks counts as an infinite error.
+    `wanted_sites` names the outputs; None: all. An output that the reference lacks counts as an infinite error.
     """
     tp, cp = topology.axis("tp"), topology.axis("cp")
     places = {

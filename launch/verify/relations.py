@@ -26,7 +26,7 @@ MOST_PIECES = 3
 
 
 def relations(config: Config) -> dict[str, object]:
-    """Evaluate every relation, by name. A null `parallel.dp` counts as 1."""
+    """Evaluate every relation between model and layout, by name. A null `parallel.dp` counts as 1."""
     return {name: value(config) for name, value in RELATIONS.items()}
 
 
@@ -44,7 +44,8 @@ def stage_relations(
 ) -> tuple[object, ...]:
     """Relate one stage's layers to recomputed groups and to offloaded layers.
 
-    Stages with equal results meet the same cases, such as a shorter last group.
+    The result describes (layer count, uniform groups, block, offloaded groups). Stages with equal results meet the same cases, such
+    as a shorter last group.
 
     Args:
         recomputed: `uniform` or `block` if whole layers are recomputed, else "".

@@ -1,9 +1,9 @@
 """Record the reference's expert choices, and count the choices that differ in a layout.
 
     reference.routing.safetensors
-        `step|layer|sample`            sorted experts of each token, int32 [s, k]
-        `step|counted layer|sample`    experts that the sequence-level balance loss counts, if not the chosen ones
-    digest of a layer                  sum over tokens of hash(sample, position, layer, experts), modulo 2^64
+        0|3|17              step 0, layer 3, sample 17: sorted experts chosen by each token, int32 [s, k]
+        0|counted 3|17      each token's k experts with the highest scores, if the sequence-level balance loss counts these
+    digest of a layer       sum over tokens of hash(sample, position, layer, experts), modulo 2^64
 
 Each token is routed on one rank. So the ranks' digests add up to the reference's digest.
 
@@ -75,7 +75,7 @@ class Routings:
         ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
             """Yield (sample, positions, experts, the reference's experts) per sample.
 
-            The reference's run also records its experts, in a record with `of` before the layer's number.
+            The reference's run also keeps `experts` for `write`, under the name `step|<of><layer>|sample`.
             """
             num_samples = shape[1]
             positions = moe.positions(keys, shape, scores).view(-1, num_samples).cpu()

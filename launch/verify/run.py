@@ -1,4 +1,4 @@
-"""Run one process and a layout, and compare the files that both write."""
+"""Train a model in one process and in a layout, and compare the written files."""
 
 import json
 import os
@@ -86,7 +86,10 @@ def verify_layout(asked: Trial) -> Verdict:
 
 
 def show_plan(asked: Trial) -> None:
-    """Print how each run of a verification would be started, and start nothing. Sub-layouts are not shown."""
+    """Print how each run of a verification would be started, and start nothing.
+
+    Runs without one axis or feature, which look for a difference's cause, are not shown.
+    """
     with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
         folder = Path(name)
         for number, (config, job) in enumerate(_runs(asked, folder)):
@@ -94,7 +97,7 @@ def show_plan(asked: Trial) -> None:
 
 
 def _runs(asked: Trial, folder: Path) -> Iterator[tuple[Config, dict[str, object]]]:
-    """Yield (configuration, job) for each run of a verification."""
+    """Yield (configuration, job) for each run. A job has the arguments of `observe` in `launch/verify/rank.py`."""
     yield asked.reference, layout_job(folder) | {"is_reference": True}
     if asked.noise is not None:
         yield asked.noise, layout_job(folder) | {"noise_of": asked.reference.precision.dtype}
@@ -134,7 +137,7 @@ def without_layout_variables() -> Iterator[None]:
 
 
 def evidence(config: Config, folder: Path) -> Evidence:
-    """Collect the evidence for a layout from the files in `folder`."""
+    """Collect the reports of a layout's ranks and the reference's records from `folder`, for `judge`."""
     num_steps = config.train.steps
     steps = json.loads((folder / REFERENCE_STEPS).read_text())[:num_steps]
     samples, noise = folder / REFERENCE_SAMPLES, folder / NOISE_REPORT
@@ -161,7 +164,7 @@ def routings_of(folder: Path, num_steps: int | None) -> tuple[RoutingReport, ...
 
 
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
-    """List the facts about each parameter in the layout, in forward order."""
+    """List each parameter's replication, weight decay and first stage in the layout, in forward order."""
     parallel = config.parallel
     first_stage: dict[str, int] = {}
     for number, stage in enumerate(stages_of(config)):

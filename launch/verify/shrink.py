@@ -168,9 +168,10 @@ def _latents(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
-    """Choose how many key/value heads a rank has.
+    """Choose how many key/value heads a rank has in the small model.
 
-    The result is one or two, times cp if cp exchanges heads. It is larger if keys are gathered in pieces of different sizes.
+    From the original `kv_heads` it has min(kv_heads, 2), or with ulysses cp * min(kv_heads / cp, 2). If keys are gathered in
+    unequal pieces, it has the number of pieces + 1.
     """
     pieces = heads_of_pieces(kv_heads)
     if gathers_keys(config) and pieces[0] != pieces[-1]:
@@ -212,7 +213,7 @@ def _seq_length(config: Config) -> int:
 def _layers(config: Config) -> tuple[list[list[int]], int, int]:
     """Choose (kept layer numbers per stage, layers per recomputed group, offloaded layers).
 
-    The result has the fewest layers that keep all relations.
+    The result has the fewest layers that leave `stage_relations` and `relations_of_stages` unchanged.
     """
     recomputed, counts = full_recompute_method(config), layer_counts(config)
     per_group, num_offloaded = config.recompute.num_layers, config.offload.num_layers
@@ -242,9 +243,9 @@ def _layers(config: Config) -> tuple[list[list[int]], int, int]:
 def _even_sizes(
     wanted: Sequence[Relation], related: Callable[[int], Relation], candidates: Sequence[int]
 ) -> list[int] | None:
-    """Find the smallest consecutive integers that, as stage sizes, have the wanted relations.
+    """Find the smallest consecutive stage sizes, in layers, whose `related(size)` equals `wanted`.
 
-    `related` gives a size's relation. None: no candidate for the smallest size works.
+    `related` gives `stage_relations` for a size. None: no candidate for the smallest size works.
     """
     for least in candidates:
         sizes = [least + place for place in range(len(wanted))]
@@ -256,10 +257,10 @@ def _even_sizes(
 def _listed_sizes(
     wanted: Sequence[Relation], related: Callable[[int], Relation], more: Sequence[int], most: int
 ) -> list[int] | None:
-    """Find the smallest ascending stage sizes that have the wanted relations.
+    """Find the smallest ascending stage sizes, in layers, whose `related(size)` equals `wanted`.
 
-    Size i exceeds size i - 1 by at least `more[i]`, and by at least 1. `related` gives a size's relation. For each size, `most`
-    candidates are tried. None: for some size, no candidate has the wanted relation.
+    Size i exceeds size i - 1 by at least `more[i]`, and by at least 1. `related` gives `stage_relations` for a size.
+    For each size, `most` candidates are tried. None: for some size, no candidate fits.
     """
     sizes: list[int] = []
     for relation, least in zip(wanted, more, strict=True):
@@ -272,7 +273,7 @@ def _listed_sizes(
 
 
 def _batch(config: Config, dp: int) -> dict[str, Any]:
-    """Choose batch sizes with at most three rounds of pp microbatches, plus the original remainder.
+    """Choose batch sizes with at most 3 * pp microbatches, plus the original number modulo pp.
 
     With a schedule file, the number of microbatches stays as it is.
     """

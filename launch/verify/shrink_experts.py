@@ -44,7 +44,10 @@ def shrink_experts(moe: MoEConfig, ep: int, width: int) -> dict[str, Any]:
 
 
 def _candidates(moe: MoEConfig, ep: int, changes: dict[str, Any]) -> Iterator[MoEConfig]:
-    """Yield legal sections with fewer experts, smallest first, then the given `moe` itself."""
+    """Yield variants of `moe` with fewer experts, smallest first, then `moe` itself.
+
+    Groups and `ep` divide a variant's experts. `changes` are further fields to replace.
+    """
     for num_experts in range(ep, moe.num_experts, ep):
         for groups in range(1, min(moe.groups, MOST_GROUPS * ep, num_experts) + 1):
             if num_experts % groups or (groups == 1) != (moe.groups == 1):

@@ -23,7 +23,10 @@ Labels = tuple[int, ...]
 
 
 def stage_labels(config: Config) -> list[Labels]:
-    """Label each stage's layers, in stage order, without the layers for multi-token prediction."""
+    """Number each stage's layers; layers that are alike (see the module) share a number.
+
+    Stages are in order, without the layers for multi-token prediction.
+    """
     model, groups = config.model, config.optimizer.groups
     kinds = model.kinds
     # A layer's parameter names, without the layer number, depend on its kind alone.
@@ -33,7 +36,7 @@ def stage_labels(config: Config) -> list[Labels]:
     seen: dict[Hashable, int] = {}
 
     def label(layer: int) -> int:
-        """Label a layer by its kind and by each parameter's optimizer group."""
+        """Return a layer's number, shared by layers of the same kind and optimizer groups."""
         rules = [group_of(f"layers.{layer}.{name}", groups) for name in names[kinds[layer]]] if groups else []
         fields = [None if number is None else _fields(groups[number]) for number in rules]
         return seen.setdefault((kinds[layer], tuple(fields)), len(seen))
@@ -44,8 +47,8 @@ def stage_labels(config: Config) -> list[Labels]:
 def relations_of_stages(config: Config) -> tuple[object, ...]:
     """Relate the layers of all stages to each other.
 
-    The result has each stage's first label, and which labels come after which others. It also says which stages are alike, and the
-    label of the layers for multi-token prediction.
+    Layers that are alike share a label (`stage_labels`). The result has each stage's first label, and which labels come after which
+    others. It also says which stages are alike, and the label of the layers for multi-token prediction.
     """
     stages = stage_labels(config)
     return (
@@ -59,7 +62,10 @@ def relations_of_stages(config: Config) -> tuple[object, ...]:
 
 
 def needed_places(config: Config) -> set[int]:
-    """Find the positions in a stage, from 0, whose layers must stay to leave `relations_of_stages` unchanged."""
+    """Find the positions in a stage, from 0, whose layers a smaller model must keep.
+
+    Then `relations_of_stages` is unchanged: the layers' order, and which stages are alike.
+    """
     stages = list(dict.fromkeys(stage_labels(config)))
     needed = {0}
     for labels in filter(None, stages):
@@ -80,10 +86,10 @@ def needed_places(config: Config) -> set[int]:
 def kept_layers(config: Config, needed: Set[int], sizes: Sequence[int], small_sizes: Sequence[int]) -> list[list[int]]:
     """Choose the layer numbers that each stage keeps.
 
-    A number may occur more than once.
+    Numbers repeat if small sizes differ by more than the original sizes.
 
     Args:
-        needed: result of `needed_places`.
+        needed: positions in a stage whose layers must stay, from `needed_places`.
         sizes: distinct numbers of layers per stage, without 0, ascending.
         small_sizes: number of layers to keep for each entry of `sizes`.
     """

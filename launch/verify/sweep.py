@@ -37,9 +37,10 @@ Runner = Callable[[Config], bool | None]
 
 
 def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: Runner) -> Verdict:
-    """Run the sub-layouts, and add the likely cause of the difference to the verdict.
+    """Run sub-layouts, and add the likely cause of the difference to the verdict.
 
-    Each run ends after the first step that differs. If no step differs, nothing runs, and the verdict is returned unchanged.
+    A sub-layout is the layout with one axis collapsed or feature off. Its run ends after the verdict's first differing step. If no
+    step differs, nothing runs, and the verdict is returned unchanged.
 
     Args:
         is_equal: function (sub-layout) -> whether its run equals the same reference; None: the run failed.
@@ -81,9 +82,10 @@ def _collapsed(config: Config, steps: int) -> Iterator[_Collapsed]:
 
 
 def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
-    """Choose ep and etp for the ranks that remain after a mesh axis is collapsed; empty for an expert axis.
+    """Choose ep and etp for the ranks that remain if `axis` has one rank.
 
-    For tp, etp becomes 1. ep shrinks until ep x etp divides the ranks.
+    If `axis` is ep or etp, the result is empty. If `axis` is tp, etp becomes 1. ep shrinks until ep x etp divides the
+    remaining ranks.
     """
     if axis in EXPERT_AXES:
         return {}
@@ -95,10 +97,10 @@ def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
 def _narrowest(
     config: Config, outcomes: list[SublayoutVerdict], collapsed: Sequence[_Collapsed]
 ) -> list[SublayoutVerdict]:
-    """Set an outcome's axis to None if an expert axis explains the outcome.
+    """Set a verdict's axis to None if ep or etp explains why its difference vanished.
 
-    Two facts are required. The difference vanishes with one rank on the expert axis. Collapsing the outcome's axis changed the
-    expert axis's size too.
+    Two facts are required. The difference also vanishes if only ep, or only etp, is collapsed. The verdict's sub-layout
+    collapsed another axis, which changed the size of that expert axis too.
     """
     sizes = parallel_sizes(config)
     explained = {one.axis for one in outcomes if one.equal and one.axis in EXPERT_AXES}
@@ -117,8 +119,9 @@ def _narrowest(
 def _features(config: Config, steps: int, vanished: set[str | None], num_axes: int) -> Iterator[tuple[str, Config]]:
     """Yield runs with one feature off, as (change, configuration).
 
-    If the difference vanishes with an axis collapsed, the features are those on that axis. Otherwise they are features that the
-    reference lacks. One process (`ALONE`) then runs again if `num_axes`, the number of collapsed sub-layouts, exceeds 1.
+    If the difference vanishes with an axis collapsed, features on that axis are turned off, such as `zero` on dp. Otherwise,
+    features that the reference lacks are turned off, such as recompute. In this second case, the reference (`ALONE`) also runs
+    again if `num_axes`, the number of collapsed sub-layouts, exceeds 1.
     """
     parallel = config.parallel
     changes: dict[str, dict[str, Mapping[str, Any]]] = {}

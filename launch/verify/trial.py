@@ -188,9 +188,9 @@ def _data(data: DataConfig) -> dict[str, Any]:
 
 
 def _documents(data: DataConfig) -> dict[str, Any]:
-    """Return the `data` fields that divide random samples into documents.
+    """Return the `data` fields that divide synthetic samples (random tokens) into documents.
 
-    The result is empty unless the run depends on documents.
+    The result is empty unless attention, positions or loss depends on where documents end.
     """
     if not reads_documents(data):
         return {}

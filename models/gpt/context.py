@@ -47,8 +47,8 @@ class BuildContext:
         parameters: this chunk's parameters by global name.
         queue: queue of the chunk's weight-gradient GEMMs.
         saved: policy for tensors that are saved for the backward; the rank's chunks share one.
-        forms: ways to compute linear layers' products, such as in FP8, by layer number; other layers use `form`.
-        form: way to compute the products of the linear layers that are being built.
+        forms: layer number -> way to compute that layer's linear products, such as in FP8; other layers keep `form`.
+        form: way to compute the products of linear layers that this context builds; `of_layer` replaces it from `forms`.
         fp8_counts: counters of the elements that conversion to FP8 zeroes or clamps; None: nothing is counted.
         taken: names of the parameters that modules have asked for.
     """
@@ -71,14 +71,14 @@ class BuildContext:
     taken: set[str] = field(default_factory=set)
 
     def of_layer(self, layer: int) -> "BuildContext":
-        """Derive the context for one layer's modules, whose `form` is that layer's."""
+        """Derive the context that builds one layer's modules. Its `form` is the layer's entry in `forms`, if any."""
         return replace(self, form=self.forms.get(layer, self.form))
 
     def form_behind_norm(self, *parts: str) -> LinearForm:
-        """Build the product form for a linear layer that alone reads a norm's output.
+        """Return the product implementation (`LinearForm`) for a linear layer that alone reads a norm's output.
 
-        Nothing else saves this output, unless the norm or one of `parts` is recomputed. If branches have no norm before them,
-        the result is `form`.
+        Nothing else saves this output, unless the norm or one of `parts` is recomputed. If the model has no norms before
+        attention and MLP, the result is the context's own `form`.
         """
         return self.form.alone("norm", *parts) if self.model.norms_before else self.form
 

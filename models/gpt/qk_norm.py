@@ -29,7 +29,7 @@ class NormalisedAndRotated(nn.Module):
 
     @classmethod
     def of(cls, context: BuildContext, name: str, split: Split) -> Split:
-        """Build this module; without QK-norm or recomputed RoPE, return `split` instead."""
+        """Build this module if the model has QK-norm or recomputes RoPE. Otherwise return `split`, which can rotate."""
         is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
         return split if is_rotation else cls(context, name, split)
 

@@ -41,7 +41,7 @@ def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Map
         held: this rank's parameters by name. Later chunks may add their parameters until the first forward.
 
     Raises:
-        ModelError: there is a stray. It is raised here, in the first forward or in the first backward.
+        ModelError: there is a stray. This call raises it, or the chunk's first forward or first backward does.
     """
     sizes = {model.ffn_size: "model.ffn_size", model.hidden_size: "model.hidden_size"}
     listed, strays = _identities(held), {}
@@ -145,9 +145,9 @@ def _look_at_graph(
 
 
 def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
-    """Yield a reader's name and a node, for each node in the output's graph.
+    """Yield each node in the output's autograd graph, as (name of its reader's type, node).
 
-    The reader uses the node's result. Its name is "" for the output's own node.
+    The reader is a node that uses this node's result. The name is "" for the output's own node, which has no reader.
     """
     waiting = [] if output.grad_fn is None else [("", output.grad_fn)]
     seen = {node for _, node in waiting}
@@ -179,9 +179,9 @@ def _entry_of_leaf(sizes: Mapping[int, str], where: str, reader: str, leaf: torc
 
 
 def _entry(sizes: Mapping[int, str], what: str, state: torch.Tensor, name: str, file: str, attribute: str) -> str:
-    """Describe a stray, with the two lines of code that register it.
+    """Describe a stray (a tensor in no parameter list), and the two lines that register it.
 
-    `sizes` maps a dim's size to its config field. The entry shows the field, since `triaxis verify` shrinks models.
+    `sizes` maps a dim's size to its config field. The text shows the field's name, since `triaxis verify` shrinks models.
     """
     shape = ", ".join(str(sizes.get(size, size)) for size in state.shape) + ("," if state.ndim == 1 else "")
     if not state.requires_grad:

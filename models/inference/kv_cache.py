@@ -64,7 +64,10 @@ class Cached(Mixer):
         return [cached[:, :, : self.length] for cached in self.cache]
 
     def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
-        """Attend from one query [1, n, 1, d] to rows [1, n_i, length, d_i] -> [1, 1, n * d_v]."""
+        """Attend from one query to all cached keys and values -> [1, 1, n * d_v].
+
+        `tensors` holds the query [1, n, 1, d], then keys and values [1, n_i, length, d_i].
+        """
         return self.core(tensors, kernel, mask, None, 0)
 
 

@@ -40,8 +40,8 @@ def site_order(name: str, num_layers: int) -> int:
 class Probes:
     """Recorder of the chunks' outputs while `open` is active.
 
-    `values` maps site -> sample id -> float64 [s], or [s/t] if this rank has a part of the sequence. The loss is [1], and its
-    key joins the ids of all the microbatch's samples with commas.
+    `values` maps site (output, such as `layers.3.mlp`) -> sample id -> float64 [s], or [s/t] if this rank has a part of the
+    sequence. The loss is [1], and its key joins the ids of all the microbatch's samples with commas.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:

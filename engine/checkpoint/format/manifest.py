@@ -153,7 +153,7 @@ class TrainingState(_Record):
         lr: learning rate of the last step, for information only.
         rng: the seed, on which masks, weights and sample order depend.
         loss_scale: loss scale for the next step; None without a dynamic loss scale.
-        data: the samples' fingerprint (under the phase's name), the tokenizer's identity, and the end-of-document id.
+        data: the samples' fingerprint (key `samples`, or `samples of PHASE`), the tokenizer's identity, and the end-of-document id.
         wandb_id: id of the wandb run.
         skipped: ranges [first, stop) of skipped sample ids (`engine/data/skipped.py`).
         num_rollbacks: number of automatic returns to a checkpoint.
@@ -190,7 +190,7 @@ class Manifest(_Record):
         content: `training` (weights, moments and average, resumable) or `weights` (an import, to start from).
         attempt: index of the run's attempt that wrote the checkpoint; attempt and step order checkpoints by age.
         layout: sizes, bucket bytes, threads, kernels, versions, device; a bit-identical resume needs the same layout.
-        fingerprint: fingerprint by kind (`fingerprint.py`), as hexadecimal text.
+        fingerprint: fingerprint (`fingerprint.py`) by state kind, such as weights or a moment, as hexadecimal text.
         config: resolved configuration; an import has only its `model` section and tokenizer.
         lineage: checkpoints that the run started from, oldest first.
     """
@@ -349,8 +349,8 @@ def _first(error: ValidationError) -> str:
 def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
     """List what contradicts the manifest.
 
-    Files must have their stated sizes, and pieces must lie inside their file and tensor. Each element must be saved once for each
-    of its tensor's kinds.
+    Files must have their stated sizes, and pieces must lie inside their file and tensor. Each element must be saved exactly once
+    per state kind (`Manifest.kinds_of`): weights, and for a trained tensor also moments and average.
     """
     problems = []
     pieces: dict[tuple[str, Kind], list[Piece]] = {}

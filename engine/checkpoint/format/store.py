@@ -290,14 +290,14 @@ class _Wanted:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank needs the whole piece (as in the layout that wrote it)."""
+        """Whether this rank needs the whole piece. It does if the layout has not changed."""
         return sum(math.prod(box_shape(common)) for _, (_, _, common) in self.overlaps) == self.piece.numel
 
 
 def _wanted(
     manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Shard[torch.Tensor]]]
 ) -> Iterator[_Wanted]:
-    """Yield the pieces that intersect a target, in file order."""
+    """Yield, in file order, the saved pieces that hold elements of this rank's shards."""
     candidates = sorted(
         (found for key in by_tensor for found in manifest.pieces_by_tensor.get(key, ())),
         key=lambda found: (found[0], found[1].offset),
@@ -336,7 +336,7 @@ def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One box of a flat range. Its elements are `values[start:stop]` of the range."""
+    """A box that elements [start, stop) of a flat range fill exactly. A range splits into one or more such boxes."""
 
     box: Box
     start: int

@@ -61,14 +61,14 @@ def recorded_tokenizer(candidate: Candidate) -> str | None:
 
 
 def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
-    """Return the spelling of `name` that opens the tokenizer of a checkpoint's model.
+    """Return `name`, its folder or a file inside, whichever opens the checkpoint's own tokenizer.
 
-    The tokenizer must have the identity that the checkpoint records. A recorded identity of `bytes` proves nothing, because earlier
-    versions assumed bytes. Then, and if none is recorded, the tokenizer must match the corpora's records, if any are found.
+    The tokenizer must have the identity (hash) that the checkpoint records. An identity of `bytes` proves nothing, because earlier
+    versions assumed `bytes`. With that identity or none, the tokenizer must match the records of the run's corpora, if found.
 
     Args:
         candidate: the model's checkpoint.
-        name: name for `load_tokenizer`.
+        name: name for `load_tokenizer`; `right_spelling` lists what is tried.
         option: option with which the user can name another tokenizer, for the message, such as `--tokenizer `.
 
     Raises:

@@ -72,7 +72,7 @@ class InputPlace:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The count and first places for one kind of left-out input."""
+    """The left-out cases of one `BadInput` kind: their count, and first places in the input."""
 
     count: int
     places: tuple[InputPlace, ...]
@@ -156,7 +156,7 @@ class Reading(Findings):
 
 
 def no_vocabulary() -> DataError:
-    """Build the error for token ids in the input that should train a tokenizer."""
+    """Build the error for `train-bpe` input that holds token ids instead of text."""
     return DataError(
         "--input holds tokens, but train-bpe learns from text: the ids would belong to a tokenizer that does not exist yet. "
         "Name the one that made them with --tokenizer."

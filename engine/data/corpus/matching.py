@@ -2,12 +2,12 @@
 
 The corpus's record, PREFIX.json, decides what is compared:
 
-    record with an identity       one of the model's tokenizers must have the recorded identity
-    record without an identity    vocabulary sizes and ids are compared, which is no proof
-    no record                     ids are compared, which is no proof
+    record with an identity       a tokenizer in the model's folder must have the recorded identity
+    record without an identity    vocabulary sizes and ids are compared; another tokenizer could match too
+    no record                     ids are compared; another tokenizer could match too
 
-The recorded name may be a relative path, and the corpus may have moved. So a file counts as the recorded tokenizer only if its
-identity matches.
+A tokenizer's identity is a hash. The recorded name may be a relative path, and the corpus may have moved. So a file counts as the
+recorded tokenizer only if its identity matches.
 """
 
 import shlex
@@ -41,7 +41,7 @@ class Match:
         tokenizer: opened tokenizer.
         corpus: opened corpus.
         evidence: phrase that states what was compared.
-        is_proven: whether the model has this tokenizer itself, with the identity in the corpus's record.
+        is_proven: whether the corpus's record has an identity (hash), and the model's own tokenizer has the same one.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Match:
 def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: str) -> Match:
     """Find which of a model's tokenizers encoded a corpus.
 
-    If no identity is recorded, this is the first that can be opened and has the recorded vocabulary size, if any. The corpus's ids
-    must then lie in that vocabulary.
+    If the corpus records no tokenizer identity (hash), the first tokenizer with the recorded vocabulary size, if any, is taken. The
+    corpus's ids must then lie in that vocabulary. Names that cannot be opened are passed over.
 
     Args:
         prefix: corpus path without an ending.
@@ -95,9 +95,9 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
 
 
 def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
-    """Find the spelling of `name` that opens exactly the tokenizer in a corpus's record.
+    """Return `name`, its folder or a file inside, whichever opens the recorded tokenizer exactly.
 
-    A tokenizer.json and its folder give the same ids, but may end documents differently. `right_spelling` lists the spellings.
+    A tokenizer.json and its folder give the same ids, but may end documents differently. `right_spelling` lists what is tried.
 
     Raises:
         DataError: the tokenizer cannot be opened, or is not the recorded one.

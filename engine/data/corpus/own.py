@@ -49,7 +49,7 @@ class OwnCorpus:
 
     @property
     def cache_dir(self) -> Path:
-        """Folder for cached sample orders: ARGUMENT.cache, or without an argument NAME.cache in the working folder."""
+        """Folder for cached sample orders: ARGUMENT.cache, or NAME.cache if the path is `extension:NAME` alone."""
         name, _, argument = self.prefix.removeprefix(OWN_CORPUS).partition(":")
         return Path(f"{argument or name}.cache")
 
@@ -82,7 +82,7 @@ class OwnCorpus:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """(-1, hash of the path). No file's identity begins with -1."""
+        """(-1, hash of the configured path). A corpus in files has (device, inode), which never begins with -1."""
         return -1, int(hashlib.sha256(self.prefix.encode()).hexdigest()[:15], 16)
 
     @cached_property

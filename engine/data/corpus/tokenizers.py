@@ -37,7 +37,7 @@ _AGAIN = "Which tokens the tokenizer has would be a guess. Copy the file from th
 
 
 class Tokenizer(Protocol):
-    """The tokenizer interface that `engine/data` and generation use."""
+    """The tokenizer interface: text to ids and back, vocabulary sizes, special ids, identity hash."""
 
     vocab_size: int
     """Largest id + 1."""

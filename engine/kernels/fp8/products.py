@@ -129,7 +129,7 @@ def scaled_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype:
 
 
 def open_fp8(config: Fp8Config | None, dtype: torch.dtype, device: torch.device) -> Fp8 | None:
-    """Build a run's FP8 and try it on the device; None if the run has no FP8.
+    """Build a run's FP8 matrix products, and try them on the device; None without FP8.
 
     Raises:
         ConfigError: the backend does not run here.

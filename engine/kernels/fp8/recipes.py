@@ -44,7 +44,7 @@ class Fp8Format(NamedTuple):
 
     @property
     def largest_bits(self) -> int:
-        """The largest number's fp32 bits, as an integer."""
+        """The fp32 bits of `largest`, the format's largest finite number, as an integer."""
         return int.from_bytes(struct.pack("<f", self.largest), "little")
 
     @property
@@ -126,8 +126,8 @@ def in_rows(x: torch.Tensor) -> torch.Tensor:
 def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> torch.Tensor:
     """Compute the factor that maps numbers up to `largest` to a format's range.
 
-    `largest` has any shape and the scales' dtype. The factor is 1 for `largest` = 0 and finite for tiny values. An infinity or NaN
-    in `largest` stays visible in the quantised matrix.
+    `largest` has any shape and the scales' dtype. The factor is 1 for `largest` = 0 and finite for tiny values. With `has_powers`
+    it is rounded down to a power of two. If `largest` is infinite or NaN, numbers quantised with the factor dequantise to NaN.
     """
     if not has_powers:
         scale = (into.largest / largest).clamp(max=torch.finfo(SCALE_DTYPE).max)

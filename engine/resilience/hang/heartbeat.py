@@ -210,7 +210,7 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def builds(self) -> None:
-        """Count progress on an epoch's sample order: a piece was finished, or a block hashed."""
+        """Count progress on an epoch's sample order: one more piece built, or one more block of its file hashed."""
         self._words[_BUILDING] = 1
         self._words[_BUILT] += 1
 

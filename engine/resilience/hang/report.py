@@ -82,17 +82,17 @@ class HangReport:
         """The ranks that probably cause the hang.
 
         These are the ranks that do not answer. If all answer, they are the ranks that others wait for and that wait for none. If
-        there are none of these either, they are the ranks in the earliest step and part. The list is empty if ranks only wait
-        for each other, or if all are in the same step and part.
+        there are none of these either, they are the ranks that have come least far: in the earliest step, and in its earliest part
+        (such as data or optimizer). The list is empty if ranks only wait for each other, or if all have come equally far.
         """
         waited_for = {target for targets in self._distinct_targets() for target in targets}
         silent = [each.rank for each in self._statuses if not each.answers]
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
 
     def _behind(self) -> list[int]:
-        """List the ranks in the earliest step and part.
+        """List the ranks that have come least far: by step, then by `StepPart`.
 
-        [] if a rank's host waits for another rank, or if all ranks are in the same step and part.
+        [] if a host waits for another rank, which then explains the hang, or if all have come equally far.
         """
         if any(self._targets):
             return []
@@ -171,7 +171,10 @@ class HangReport:
         return list({id(targets): targets for targets in self._targets}.values())
 
     def _is_in(self, rank: int, call: Beat) -> bool:
-        """Whether a rank answers, and waits in the call that the other rank's beat `call` shows."""
+        """Whether `rank` waits in the same call as another rank, whose beat is `call`.
+
+        False if `rank` did not write its own status.
+        """
         status = self._statuses[rank]
         beat = status.beat
         return (

@@ -101,7 +101,7 @@ class StillLimit:
     """Limit on how long this rank may stand still, which grows with its earlier pauses.
 
     So a run whose steps are longer than `runtime.hang_seconds` does not count as hanging. From the third step on, the limit is at
-    least `SLOWER` times the longest earlier pause. Pauses in the first two steps count only for the third step.
+    least `SLOWER` times the longest earlier pause. From the fourth step on, pauses in the first two steps are left out.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -110,7 +110,7 @@ class StillLimit:
         self._later_seconds = 0.0
 
     def seconds(self, begun: int) -> float:
-        """Limit in seconds while the rank is in this process's step `begun`, from 1."""
+        """Limit in seconds for a pause in this process's step number `begun`, counted from 1."""
         if begun <= _FIRST_STEPS:
             return self._limits.first_seconds
         slowest = self._later_seconds
@@ -262,7 +262,7 @@ class HangWatch:
         """Wait until `is_done()`, at most for `graces` grace periods.
 
         Returns:
-            False if the rank's heartbeat has moved on from the beat `unless_goes_on`; else True.
+            False if this rank moved on from its heartbeat `unless_goes_on` during the wait. True if `is_done()` or time ran out.
         """
         deadline = time.monotonic() + graces * self.limits.grace_seconds
         poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self.layout.grid.world_size)
@@ -342,7 +342,7 @@ def read_status(path: Path) -> RankStatus | None:
 
 
 def hang_report(folder: Path) -> Mapping[str, Any] | None:
-    """Read the hang report in RUN_DIR/hangs/attempt_<n>, or return None if the file has none."""
+    """Read the hang report in `folder`, RUN_DIR/hangs/attempt_<n>. None if report.json is missing or invalid."""
     try:
         report = read_object(folder / REPORT)
     except (OSError, ValueError):

@@ -46,7 +46,7 @@ class LoadMeter(StepMeter):
         return cls(layers, engine.plan.num_steps, log_interval) if layers and engine.topology.rank == 0 else None
 
     def begin(self, steps_made: int) -> None:
-        """Drop the counts that no record holds yet."""
+        """Begin a new sum of tokens per expert; unrecorded counts are dropped. `steps_made` is unused."""
         self._first_step, self._counts = None, []
 
     def has_counts(self, step: int) -> bool:

@@ -68,7 +68,7 @@ class Fp8Shares(StepMeter):
         self._step += 1
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the shares in step `step`, counted from 0. None if the step was not measured."""
+        """Read the shares of values zeroed or clamped in step `step`, from 0. None if the step was not measured."""
         if step not in self._posted:
             return None
         numbers = iter(self._posted.pop(step).wait())

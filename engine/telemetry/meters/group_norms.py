@@ -72,7 +72,7 @@ class GroupNorms(StepMeter):
         self._posted.clear()
 
     def before_update(self) -> None:
-        """Sum squares of gradients and master weights, and copy the master weights, in a measured step."""
+        """Sum squares of gradients and master weights, and copy the master weights, in every `interval`-th step."""
         if (self._step + 1) % self._interval:
             return
         masters = [owned.state.read(MASTER).clone() for owned in self._counted]

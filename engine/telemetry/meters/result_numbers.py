@@ -10,7 +10,7 @@ class LossesAhead(StepMeter):
     """Meter for `losses_ahead`, the multi-token prediction losses in nats per token, nearest token first."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the losses. None if the model predicts only the next token."""
+        """Read the multi-token prediction losses. None if the model predicts only the next token."""
         if not result.ahead:
             return None
         charts = {f"learning/loss_ahead_{distance}": loss for distance, loss in enumerate(result.ahead, start=1)}
@@ -27,7 +27,7 @@ class LossScales(StepMeter):
         self._num_overflows = 0
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the scale and the count. None in dtypes other than fp16."""
+        """Read the loss scale and the number of steps that overflowed so far. None in dtypes other than fp16."""
         if result.loss_scale is None:
             return None
         self._num_overflows += result.skip == "overflowed"
@@ -44,7 +44,7 @@ class Outliers(StepMeter):
         self._num_outliers = 0
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Read the number. None as long as the number is 0."""
+        """Read the number of updates skipped as outliers so far. None as long as it is 0."""
         self._num_outliers += result.skip == "outlier"
         if not self._num_outliers:
             return None

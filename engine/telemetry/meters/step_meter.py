@@ -36,7 +36,7 @@ class StepMeter:
         """Called when gradients are complete, and weights are still the ones that produced them."""
 
     def after_update(self) -> None:
-        """Called at the step's end on the host, once the update is posted."""
+        """Called once the update is posted. Device work that a meter posts here reads the updated master weights."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
         """Return the numbers of step `step`, from 0. None adds nothing to the step's record. Every step is read once, in order."""

@@ -1,7 +1,7 @@
 """Formats the banner before the first step and the summary after the last one.
 
 Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
-  layout      tp=2 pp=2 ...                       loss      simpler models' entropies in order, this model's losses among them
+  layout      tp=2 pp=2 ...                       loss      losses of this, a uniform, a unigram and a bigram model, largest first
   parameters  counted and by formula          text      what the model writes
   logs        where to look                       results   where to look
 """
@@ -286,7 +286,7 @@ def _uses(run: str, exported: str) -> Iterator[str]:
 
 
 def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:
-    """List this model's losses and simpler models' entropies, largest first, one line each."""
+    """List this model's losses and the `entropies` of simple models (such as bigram), largest first."""
     marked = {"validation loss": val_loss, "training loss, last step": loss}
     steps = [(value, name, "") for name, value in entropies.items()]
     steps += [(value, name, "  <- this model") for name, value in marked.items() if value is not None]

@@ -84,7 +84,7 @@ class Charts:
         return cls(names, frozenset(flat), config.train.global_batch_size * config.model.seq_length)
 
     def name(self, ours: str) -> str:
-        """Look up the logged name of the chart `ours`."""
+        """Look up the name that wandb and TensorBoard show for our chart `ours`."""
         return self._names.get(ours, ours)
 
     def of(self, metrics: StepMetrics) -> dict[str, float]:

@@ -65,7 +65,7 @@ class Telemetry:
         report: output for people; None on ranks that do not log.
         events: event log; None on ranks that do not log.
         sinks: destinations for each step's record.
-        output_changes: function () -> the terminal's and the log's changes since the last call.
+        output_changes: function () -> failures and recoveries of the terminal and the log since the last call.
         clock: function () -> seconds, which times the pauses before a sink is opened again.
     """
 
@@ -150,9 +150,10 @@ class Telemetry:
             stopped.num_lost += 1
 
     def close(self) -> None:
-        """Flush, write `attempt_ended`, close everything, and print the sinks' summaries and how many steps and rows were lost.
+        """Flush, write `attempt_ended`, close all outlets, and print what was lost.
 
-        A call after an error and a second call do no harm.
+        It prints the sinks' summaries, and counts of unrecorded steps and unwritten rows. A call after an error and a second call
+        do no harm.
         """
         self.flush()
         self._look_at_outputs()

@@ -100,7 +100,10 @@ class LogPath:
         self._next_look_seconds = clock() + LOOK_SECONDS
 
     def look(self) -> None:
-        """Create the log file again if it is missing. Once it is there, it is not checked for `LOOK_SECONDS`."""
+        """Create the log file again if it is missing.
+
+        A call does nothing for `LOOK_SECONDS` after a check. If the file could not be created, the next call checks again.
+        """
         if self._clock() < self._next_look_seconds:
             return
         if not os.access(self._path, os.F_OK):

@@ -86,7 +86,7 @@ class MemoryComparison:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Convert to an event's fields."""
+        """Convert to the fields of a JSON event: each attribute under its own name."""
         return asdict(self)
 
 

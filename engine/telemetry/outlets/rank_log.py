@@ -61,7 +61,7 @@ class RankStreams:
     Attributes:
         log: log file, written line by line.
         terminal: stream to the previous standard output; None on ranks that are not shown.
-        changes: function that returns the changes of the terminal and the log since its last call.
+        changes: function that returns failures and recoveries of the terminal and the log since its last call.
     """
 
     log: TextIO
@@ -159,9 +159,9 @@ class _Relay:
             os.close(descriptor)
 
     def replace(self, error: OSError) -> bool:
-        """Redirect output to the log if `error` shows that the relay has ended. Return True if redirected now.
+        """Redirect output to the log if `error` shows that the relay process has ended. Return True if redirected now.
 
-        Output for the terminal alone is discarded.
+        From then on, output meant only for the terminal, such as the progress bar, is discarded.
         """
         if error.errno != errno.EPIPE or self._is_replaced:
             return False
@@ -173,7 +173,10 @@ class _Relay:
         return True
 
     def changes(self) -> Sequence[OutputChange]:
-        """Return the outputs' changes since the last call. If the relay has ended, the terminal counts as dropped."""
+        """Return failures and recoveries of the terminal and the log since the last call.
+
+        If the relay process has ended, the terminal is reported once as `DROPPED`.
+        """
         with suppress(BlockingIOError):
             while more := os.read(self._changes, 1 << 16):
                 self._unread += more
@@ -188,7 +191,10 @@ class _Relay:
         return found
 
     def close(self) -> None:
-        """Close this rank's pipe ends and wait for the relay, which is killed after `_RELAY_ENDS_SECONDS`."""
+        """Close this rank's side of the pipes and wait for the relay process to end.
+
+        If the process has not ended after `_RELAY_ENDS_SECONDS`, it is killed.
+        """
         for descriptor in (self.for_terminal, self.for_log, self._changes):
             os.close(descriptor)
         try:

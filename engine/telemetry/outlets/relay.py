@@ -4,7 +4,7 @@
     pipe  log       lines for the log alone        -'
     pipe  both      the same                       -+->  Outlet  ->  the terminal
     pipe  terminal  lines and bar for the terminal -'
-                                                         changes ->  the rank, which writes events
+    pipe  changes   failures and recoveries of the outlets      ->  the rank, which writes events
 
 The relay always reads its pipes, so the rank never waits for a paused terminal or a full disk. Each outlet (the log, the terminal)
 has a thread, which may block, and a bounded queue. O_NONBLOCK is never set, because it would affect other programs on the terminal.
@@ -208,12 +208,12 @@ class Lines:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a line is unfinished."""
+        """Whether the beginning of a line is held back until its end arrives."""
         return bool(self._begun)
 
     @property
     def wait_milliseconds(self) -> float:
-        """Milliseconds until `late` returns the unfinished line."""
+        """Milliseconds until `late` stops waiting for a line's end and returns the line's beginning."""
         return max(0.0, 1000 * (self._since_seconds + WHOLE_LINE_SECONDS - self._clock()))
 
 

@@ -74,7 +74,7 @@ def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memo
     seconds = sum(step.step_time_seconds for step in steps)
 
     def mean(values: Sequence[float]) -> float:
-        """Average `values`, one per step, weighted by step time."""
+        """Average `values`, one for each of `steps`, with the steps' times as weights."""
         return sum(value * step.step_time_seconds for value, step in zip(values, steps, strict=True)) / seconds
 
     mfus = [step.mfu for step in steps if step.mfu is not None]

@@ -125,7 +125,7 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
-        """Convert to a flat JSON object."""
+        """Convert to a flat JSON object of the non-empty fields and all `details`, by name."""
         assert not set(self.details) & set(_TYPES), f"{sorted(self.details)}: a detail has the name of a field"
         own = {name: getattr(self, name) for name in _TYPES}
         return {**{name: value for name, value in own.items() if value not in (None, "")}, **self.details}

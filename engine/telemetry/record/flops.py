@@ -12,8 +12,8 @@ length is s. Per token:
     a window W         a query sees W - W^2 / 2s keys, not s/2 (causal only)
     documents          with `data.attention: within`, each document's length replaces s (`engine/data/document_statistics.py`)
 
-MFU is model FLOP/s divided by the peak. HFU is hardware FLOP/s divided by the peak. Papers use "MFU" for four numbers that differ
-by up to a third, so the convention is printed with the number.
+MFU is model FLOP/s divided by the peak. HFU is hardware FLOP/s divided by the peak. Papers' formulas for MFU differ by
+up to a third, so the formula is printed with the number.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def convention(model: ModelConfig, documents: DocumentStatistics | None = None) 
 
 
 def attention_share(model: ModelConfig, documents: DocumentStatistics) -> float:
-    """Compute attention FLOPs within documents, as a fraction of those across documents."""
+    """Compute attention FLOPs if attention stays within documents, divided by those if it crosses documents."""
     return sum(core_flops_forward(model, documents)) / sum(core_flops_forward(model, None))
 
 

@@ -143,11 +143,13 @@ def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
 
 
 def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: ModelConfig) -> list[str]:
-    """Format the parameter count by module, and any difference from the list or the formula.
+    """Format the parameter count by module, and how it differs from two other counts.
+
+    These are the sums over `listed` and the formula's numbers (`parameters_by_module`).
 
     Args:
         counted: parameters on the ranks, by module.
-        listed: number of elements in each of the model's parameters, by name.
+        listed: number of elements in each parameter that `models/specs.py` lists, by name.
     """
     of_list, formula = dict.fromkeys(MODULES, 0), parameters_by_module(model)
     for name, numel in listed.items():

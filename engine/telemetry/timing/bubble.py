@@ -12,18 +12,18 @@ it. The replay needs neither synchronized clocks nor message times.
 **When the ranks begin.** A pipeline's ranks begin a step at different moments. Each rank counts its moment from the step's last
 all-reduce, which all ranks leave at nearly the same time.
 
-**The end of a step.** A rank whose stage finishes early waits for its pipeline's last rank. This much of its wait counts as a wait
-for another stage:
+**The end of a step.** Two calls end a step: the tied embeddings' gradient sum (first and last stage), then a call over all ranks.
+A rank that finishes early waits there for its pipeline's last rank. The shortest wait is the calls' own time. This much of a
+rank's wait counts as a wait for another stage:
 
     min(last rank's finish - this rank's finish, this rank's wait - shortest wait on any rank)
 
-The rest of the wait is exposed_dp in the tied embeddings' gradient sum (first and last stage), and `other` in the step's last call
-over all ranks.
+The rest of the wait is exposed_dp in the gradient sum, and `other` in the call over all ranks.
 
 **Echoes.** The tp x cp ranks that share a stage get one message each. If one message is late, the other ranks wait for the late
 rank in their next tensor- or context-parallel call. This wait is the late message's echo, with a length of
 
-    min(longest wait for input on a peer - this rank's wait, this rank's action time - shortest action time on a peer)
+    min(longest input wait on a peer - this rank's input wait, this rank's action time - shortest action time on a peer)
 
 The echo is subtracted from the action's duration, and from exposed_tp and exposed_cp in proportion to their sizes. Waits in calls
 to experts stay exposed_ep, because such calls also connect replicas.
@@ -72,7 +72,8 @@ class _Waits:
     Attributes:
         bubble: waits for another stage that would remain if messages took no time.
         late: other waits for another stage, caused by message times.
-        tp_echo, cp_echo: part of `bubble` + `late` in tensor- and in context-parallel calls.
+        tp_echo, cp_echo: waits in tensor- and in context-parallel calls for a peer whose pipeline message was late; they are part
+            of `bubble` + `late`.
         drain: part of `bubble` + `late` at the end of the step.
         summed: waits in the tied embeddings' gradient sum, less `drain`.
         schedule: bubble simulated with mean action durations.
@@ -131,7 +132,10 @@ class Attribution:
         )
 
     def _causes(self, steps: Seconds) -> _Waits:
-        """Split waits by cause. `steps` [ranks, steps x numbers] holds each step's `PipelineStep.numbers`."""
+        """Split the ranks' waits by cause (`_Waits`).
+
+        `steps` is [ranks, steps x numbers]. A row is one rank's `PipelineStep.numbers`, step after step.
+        """
         num_ranks, most = len(self._places), self._num_actions
         if not most:
             nothing = np.zeros(num_ranks)

@@ -32,7 +32,7 @@ class HostClock:
 
 
 class StreamClock:
-    """A clock whose marks are CUDA events on the current stream of any thread."""
+    """A clock whose marks are CUDA events on the current stream of the marking thread."""
 
     samples = True
 

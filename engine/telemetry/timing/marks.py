@@ -6,8 +6,9 @@
     marks         ^    ^     ^    ^        ^      ^  ^    ^ ^         ^         ^       ^  ^
 
 Between two marks the rank does one thing, so a step is split without gaps. The training loop reports parts. The executor reports
-instructions. The ledger reports waits for calls and host reads. A mark is a host clock reading or a CUDA event
-(`triaxis.engine.telemetry.timing.clocks`). A step's marks are read together with the step's numbers, when all events have times.
+instructions: `0F1` is chunk 0's forward of microbatch 1, `post` starts sends and receives. The communication ledger reports waits
+for calls and host reads. A mark is a host clock reading or a CUDA event (`triaxis.engine.telemetry.timing.clocks`). A step's marks
+are read together with the step's numbers, when all events have times.
 
 Context-parallel calls run while something else is computed. Each call has two marks, at its post and at its end. The second is set
 in a callback of the call's future. gloo runs the callback once the result exists. With NCCL, torch runs the callback on a stream
@@ -27,7 +28,7 @@ from triaxis.engine.run.step_parts import StepPart
 class Activity(NamedTuple):
     """A rank's activity between two marks. The last field that is set tells what the rank does.
 
-    `instruction` runs inside `part`. `wait` is the ledger's event for a call or a host read.
+    `instruction` runs inside `part`. `wait` is the communication ledger's event for the call or host read that the rank waits for.
     """
 
     part: StepPart
@@ -36,7 +37,10 @@ class Activity(NamedTuple):
 
 
 class Clock(Protocol):
-    """A source of marks that measures the time between them. `samples` is true if marking every step would cost too much."""
+    """Records moments as marks, and measures the time between marks.
+
+    `samples` is true if a mark is so costly that only some steps are marked.
+    """
 
     @property
     def samples(self) -> bool: ...
@@ -52,7 +56,7 @@ class Clock(Protocol):
 
 
 class CallMarks(NamedTuple):
-    """Marks of a context-parallel call: `posted` when it is posted, and in `over` one when each handle's work ends."""
+    """Marks of a context-parallel call: its post, and in `over` the end of each handle's work."""
 
     posted: Any
     over: list[Any]
@@ -87,7 +91,7 @@ class MarkedStep:
 
 
 class TimeMarks:
-    """Marks one rank's parts, instructions and waits.
+    """Marks when one rank's loop parts, pipeline instructions and waits begin and end.
 
     Implements `triaxis.engine.comm.ledger.WaitObserver`. No step is marked before `begin`.
     """
@@ -139,7 +143,7 @@ class TimeMarks:
         self._switch(mark)
 
     def read_ends(self) -> None:
-        """End the read, and go on with the part and instruction that it interrupted."""
+        """End the wait for a host read. Go on with the part and instruction that it interrupted."""
         self._switch(None)
 
     def end_step(self, *, next_is_marked: bool) -> None:
@@ -170,7 +174,10 @@ class TimeMarks:
         self._switch(None, mark)
 
     def _switch(self, wait: Event | None, mark: Any = None) -> None:
-        """Begin an activity with the current part and instruction, at `mark` or a new mark."""
+        """Begin an activity in the current loop part and instruction, at `mark` or now.
+
+        The activity is a wait for `wait`, or work if None.
+        """
         running = self._running
         if running is not None:
             running.marks.append(self.clock.mark() if mark is None else mark)

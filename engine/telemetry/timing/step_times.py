@@ -133,7 +133,7 @@ class StepTimes(StepWatcher):
         return not self._clock.samples or has_line(step + 1, self._config.log_interval, self._num_steps)
 
     def _compare_clocks(self) -> None:
-        """Compare the ranks' clocks once, before the first step of the timeline that this attempt runs."""
+        """Compare the ranks' clocks once, before this attempt's first step in the timeline (a trace)."""
         assert self._first_step is not None, "a run begins with `begin`"
         first = max(self._traced.start, self._first_step)
         is_due = self._step + 1 == first and first in self._traced and self._anchor is None
@@ -163,7 +163,7 @@ class StepTimes(StepWatcher):
             print(f"rank {self._topology.rank}: its row of the timeline is not written: {error}", file=sys.stderr)
 
     def _post(self) -> None:
-        """Post this rank's numbers for the steps since the last post."""
+        """Send this rank's times (`StepTally.numbers`) to rank 0, for the steps since the last call."""
         numbers = self._tally.numbers(self._num_actions)
         device = self._topology.device
         gathering = Gathering(self._topology, to_device(numbers, AGREEMENT_DTYPE, device), PURPOSE)

@@ -120,7 +120,7 @@ class PipelineStep:
         through: moment at which the rank's last instruction was done.
         met: moment at which the rank left the step's last call over all ranks.
         end_wait: the rank's wait in that last call.
-        ends_wait: the rank's wait in the sum over first and last stage, before the last call.
+        ends_wait: the rank's wait in the tied embeddings' gradient sum over first and last stage, before that last call.
         tp_wait, cp_wait: the rank's waits for tensor-parallel and for context-parallel calls.
         waits: each action's wait for its input, in order.
         durations: each action's duration, in order, with all waits but the one for its input.
@@ -137,9 +137,10 @@ class PipelineStep:
     durations: list[float] = field(default_factory=list)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List the `STEP_NUMBERS` fields, then `waits`, then `durations`. `begin` and `through` are given relative to `met`.
+        """List the fields in the order of `STEP_NUMBERS`, then `waits`, then `durations`, in seconds.
 
-        `waits` and `durations` are padded to `num_actions`.
+        `begin` and `through` are counted from `met`, the end of the last call over all ranks. `waits` and `durations` are padded
+        with zeros to `num_actions`.
         """
         assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
         none = [0.0] * (num_actions - len(self.waits))
@@ -153,7 +154,7 @@ STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait", "cp_wait
 
 
 class StepTally:
-    """One rank's times, added up over some steps."""
+    """One rank's seconds in each activity (`SPANS`), added up over some training steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -212,9 +213,10 @@ class StepTally:
         self._pipeline.append(way)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """List mean seconds by span, the median compute seconds, then each step's `PipelineStep.numbers`.
+        """List mean seconds for each of `SPANS`, then the median step's compute seconds.
 
-        Steps are padded to `num_actions` actions, so that all ranks' lists are equally long. With 0 actions, no step is listed.
+        Then comes `PipelineStep.numbers` for each training step, padded to `num_actions` actions, so that all ranks' lists are
+        equally long. If `num_actions` is 0, there is no pipeline, and these numbers are left out.
         """
         spans = [self._seconds[span] / len(self.steps) for span in SPANS]
         steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
@@ -243,7 +245,7 @@ class TimeSplit:
 
     @cached_property
     def seconds(self) -> dict[Part, float]:
-        """Seconds by part, averaged over the ranks."""
+        """Seconds per step in each of `PARTS`, such as "compute", averaged over ranks."""
         return {part: fmean(rank[part] for rank in self.ranks) for part in PARTS}
 
     @property

@@ -34,7 +34,7 @@ class NvtxRanges(StepWatcher):
         self._depth = 0
 
     def begin(self, steps_made: int) -> None:
-        """Set the number of completed steps to `steps_made`."""
+        """Name the next step's range `step N`, with N = `steps_made` + 1."""
         self._step = steps_made
 
     def enter(self, part: StepPart) -> None:

@@ -94,7 +94,7 @@ class StepProfiler(StepWatcher):
             self.written = self._path
 
     def _leave(self) -> None:
-        """End the open ranges of the instruction and the part."""
+        """End the open ranges of the instruction and of the loop part, such as `forward_backward`."""
         self.instruction(None)
         if self._part is not None:
             self._part.__exit__(None, None, None)

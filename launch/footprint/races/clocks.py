@@ -56,7 +56,7 @@ class Operator(NamedTuple):
 
 
 class Clocks:
-    """The clocks of one rank's streams and of its host.
+    """The vector clocks of one rank's streams and host. A clock counts finished operators on each stream.
 
     Attributes:
         host: stream that stands for the host. An operator on this stream runs as soon as it is posted.
@@ -92,7 +92,7 @@ class Clocks:
 
 
 def is_over(operator: Operator, clock: VectorClock) -> bool:
-    """Whether the operator is over once everything in the clock is over."""
+    """Whether `clock`, a count of finished operators on each stream, includes this operator."""
     return operator.tick <= clock.get(operator.stream.number, 0)
 
 
@@ -164,7 +164,7 @@ class Region:
         return conflicts
 
     def in_use(self, clock: VectorClock) -> list[Operator]:
-        """List the operators on this memory that may still run when everything in the clock is over."""
+        """List the operators on this memory that `clock` does not count as finished. They may still run."""
         found = {}
         for cell in self._cells:
             for operator in (*cell.reads.values(), *(() if cell.write is None else (cell.write,))):
@@ -173,7 +173,10 @@ class Region:
         return list(found.values())
 
     def _cut(self, at: int) -> int:
-        """Return the index of the cell that begins at byte `at`. If none begins there, split the cell that contains `at`."""
+        """Return the index of the cell (bytes with equal uses) that begins at byte `at`.
+
+        If none begins there, split the cell that contains `at`.
+        """
         index = bisect_left(self._starts, at)
         if at >= self.num_bytes or (index < len(self._starts) and self._starts[index] == at):
             return index

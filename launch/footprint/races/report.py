@@ -1,4 +1,4 @@
-"""Describe a race with both operators' program lines, the rule, and the remedy."""
+"""Describe a race: both operators' program lines, the memory rule they break, and the remedy."""
 
 import sys
 from dataclasses import dataclass
@@ -84,7 +84,10 @@ class Origins:
         self._names: dict[CodeType, str] = {}
 
     def of_caller(self) -> str:
-        """Return the line as `file:line`, with the file relative to the project; "an unknown place" if there is none."""
+        """Find the project line that posts the present operator, and return it as `file:line`.
+
+        The path is relative to the project. If there is no such line, return "an unknown place".
+        """
         frame = sys._getframe(1)
         while True:
             name = self._names.get(frame.f_code)

@@ -41,7 +41,7 @@ class CommunicatorStream:
         self._stream = watch.stream(f"the {name} communicator's stream")
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
-        """Post the call that the ledger recorded last, as one operator."""
+        """Post the ledger's last calls, one per use, as one operator on the watched stream. `call` is not run."""
         watch, stream = self._watch, self._stream
         watch.clocks.wait(stream, watch.clocks.record(watch.current))
         events = self._ledger.events[-len(uses) :]
@@ -88,10 +88,10 @@ class _CommunicatorWork:
 
 
 class WatchedCuda:
-    """The streams and events in `torch.cuda` that the engine uses, on a watch's clocks.
+    """Stand-ins for the `torch.cuda` streams and events that the engine uses. They report to a `RaceWatch`.
 
     Args:
-        watch: watch that the streams and events report to.
+        watch: race detector that learns from the streams and events which operators are ordered.
         name: name of the created streams, for reports.
     """
 
@@ -114,7 +114,7 @@ class WatchedCuda:
 
 @dataclass(frozen=True, slots=True)
 class _WatchedStream:
-    """A stand-in for `torch.cuda.Stream`. `of` is the corresponding stream in the clocks."""
+    """A stand-in for `torch.cuda.Stream`. `of` is the stream on which race detector `watch` counts its operators."""
 
     watch: RaceWatch
     of: Stream
@@ -152,7 +152,7 @@ class _WatchedEvent:
 
 
 class WatchedFromCuda(FromCuda):
-    """The engine's copies to host memory, on a watch's clocks.
+    """The engine's copies from GPU to host memory, reported to the race detector `watch`.
 
     Attributes:
         copied: destinations of the last copies.
@@ -183,11 +183,14 @@ class WatchedPageLock:
         self._watch.is_host_memory(memory)
 
     def unlock(self, memory: torch.Tensor) -> None:
-        """Do nothing: the steps are over."""
+        """Do nothing. Memory is unlocked only after the watched training steps, where no race is sought."""
 
 
 class WatchedStaging(Staging):
-    """A process group's copies through host memory for gloo, as on a rank with a GPU. The copying thread has its own clock."""
+    """A stand-in for a GPU rank's `Staging`, which copies a process group's tensors for gloo.
+
+    The race detector `watch` treats the copying thread as one more stream.
+    """
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
         self._watch = watch
@@ -208,7 +211,10 @@ class _Worker(Executor):
         self._thread = thread
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the function at once, on the thread's clock. The future's handles are for the caller to wait on."""
+        """Run the function at once, as work of the simulated thread.
+
+        The future has one handle for each call that the function made. The caller waits on these handles.
+        """
         watch = self._watch
         with watch.as_thread(self._thread):
             works = function(*args, **kwargs)
@@ -235,7 +241,7 @@ class _WorkerHandle:
 
 
 class ReadingThread(Executor):
-    """A checkpoint writer's thread, which reads the latest copies and writes nothing."""
+    """A stand-in for the checkpoint writer's thread. It reads the latest copies in host memory, and writes no file."""
 
     def __init__(self, watch: RaceWatch, copies: WatchedFromCuda) -> None:
         self._watch = watch

@@ -59,5 +59,5 @@ def _hidden(own: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _is_module(spec: ModuleSpec | None) -> bool:
-    """Whether importing the module would run a file. A folder without `__init__.py` hides nothing."""
+    """Whether importing the module would run a file. A folder without `__init__.py` hides no other module."""
     return spec is not None and spec.origin is not None

@@ -101,12 +101,12 @@ class WayOut:
 
     @contextmanager
     def bounded(self, agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """Start the clock if an exception leaves the block.
+        """Limit the time for closing from the moment when an exception leaves the block.
 
-        If closing takes too long, the process ends with the exception's exit code.
+        If closing takes longer than `grace_seconds`, the process ends with the exception's exit code.
 
         Args:
-            agreed: exceptions that all ranks raise together; they do not start the clock, because no call hangs after them.
+            agreed: exceptions that all ranks raise together; they set no limit, because no call hangs after them.
         """
         try:
             yield

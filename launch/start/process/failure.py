@@ -82,10 +82,11 @@ class RankFailure:
 def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
     """Return the report on the hang that ended the last attempt.
 
-    The result is "" if rank 0 has already printed the report here. If there is no report, the result says that.
+    If rank 0 wrote the report and is in `failures`, it has already printed the report on this terminal. The result is then "".
+    If there is no report, the result says that.
 
     Args:
-        failures: failures on this node only. If rank 0 ran here, it printed on this terminal the report that it wrote.
+        failures: ends of this node's ranks.
         logs: `runs/<name>/logs`.
         since_seconds: start of the run, in seconds since the epoch.
     """
@@ -98,7 +99,10 @@ def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: fl
 
 
 def last_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
-    """Return the log of a rank's last attempt in `runs/<name>/logs`; None if nothing was written since the start."""
+    """Return the log of a rank's last attempt in `runs/<name>/logs`.
+
+    None: the rank has written no log since `since_seconds`, the run's start in seconds since the epoch.
+    """
     found = (path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.is_file())
     written = [path for path in found if path.stat().st_mtime >= since_seconds]
     return max(written, key=lambda path: path.parent.name, default=None)

@@ -42,7 +42,8 @@ class ForwardedSignals:
     """A launcher's signals while its ranks run.
 
     Args:
-        leave: function that ends this process if a signal before the first rank is not handled in time; None: no such function.
+        leave: function (signal) that ends this process. It is called if no rank has started, and the main thread does not handle
+            a signal within a second. None: no such function.
 
     Attributes:
         first: first signal received; None: none came.
@@ -78,7 +79,7 @@ class ForwardedSignals:
     def _instead_of_torchruns(self, words: argparse.Namespace) -> Iterator[None]:
         """Keep torchrun from handling the signals that we forward, inside the block.
 
-        From torch 2.10 on, an argument does this. In torch 2.9, torchrun's signal handler is replaced.
+        From torch 2.10 on, `words.signals_to_handle` does this. In torch 2.9, torchrun's signal handler is replaced.
         """
         if hasattr(words, "signals_to_handle"):
             words.signals_to_handle = LEFT_TO_TORCHRUN

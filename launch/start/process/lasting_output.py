@@ -37,7 +37,10 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO) -> TextIO:
-    """Open a stream on the same descriptor that never blocks for long. Without a descriptor, return `stream` itself."""
+    """Open a stream on the same descriptor, whose writes block for `PATIENCE_SECONDS` at most.
+
+    After that, lines are lost. Without a descriptor, return `stream` itself.
+    """
     if stream is None:
         return stream
     with suppress(OSError):

@@ -1,6 +1,7 @@
 """Define the interface of an oracle.
 
-An oracle computes losses, gradients and updates under its own parameter names. Pairs relate its parameters to ours.
+An oracle computes losses, gradients and updates under its own parameter names. Each `Pair` relates some of the
+oracle's parameters to the Triaxis parameters with the same numbers.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class Oracle(Protocol):
 
     @property
     def pairs(self) -> Sequence[Pair]:
-        """Pairs for all parameters, in our model's forward order."""
+        """Pairs of Triaxis and oracle parameters; together they have all, in our model's forward order."""
 
     def parameter(self, name: str) -> torch.Tensor:
         """The weight that the next forward uses."""

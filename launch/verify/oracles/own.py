@@ -72,6 +72,6 @@ class OwnFunction(UpdatedByTorch):
         return self._function(self._model, self._named, microbatch)
 
     def end_backward(self) -> None:
-        """Give a zero gradient to each parameter that the function does not read."""
+        """Give a zero gradient to each parameter that the user's function does not read."""
         for weight in self._weights:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad

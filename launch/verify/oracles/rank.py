@@ -136,7 +136,7 @@ def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
 
 
 class _Book:
-    """A writer that passes an oracle's tensors to a reference's notebook, under our names."""
+    """Writes an oracle's tensors as the reference for layouts, under Triaxis' parameter names."""
 
     def __init__(self, oracle: Oracle, notebook: Writing) -> None:
         self._oracle, self._notebook = oracle, notebook

@@ -39,7 +39,7 @@ def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[Pa
     """Write the first weights, the corpus and all batches to `folder`.
 
     Returns:
-        (job without a layout, facts about Hugging Face's parameters in forward order).
+        (content of the adapter's job.json without the layout, facts about all parameters by Hugging Face name in forward order).
     """
     model, optimizer, dtype = config.model, config.optimizer, DTYPES[config.precision.dtype]
     name = str(dtype).removeprefix("torch.")
@@ -82,7 +82,9 @@ def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[Pa
 
 
 def write_as_subject(config: Config, folder: Path) -> Path:
-    """Rewrite the reference in `folder` as an adapter's report, and return the report's folder.
+    """Rewrite the reference in `folder` like a report from another engine's adapter script.
+
+    Tensors get Hugging Face's names. Returns the report's folder.
 
     Args:
         config: configuration for one process.
@@ -118,7 +120,7 @@ class Reference:
         world_size: number of ranks.
 
     Raises:
-        ReportError: rank 0 has not closed its job.
+        ReportError: rank 0 has ended without `Job.close`, which writes its report.
     """
 
     def __init__(self, folder: Path, world_size: int) -> None:
@@ -130,10 +132,10 @@ class Reference:
     ) -> tuple[RankReport, ...]:
         """Compare a layout's reports in `folder` with the reference.
 
-        If several ranks report the same tensor, each report's sums are divided by the number of these ranks.
+        If n ranks report the same tensor, each report's sums of squared values and errors are divided by n.
 
         Raises:
-            ReportError: a rank has not closed its job, or its coordinates are outside the layout or are another rank's.
+            ReportError: a rank has ended without `Job.close`, or its coordinates are outside the layout or are another rank's.
             ReportError: a rank's number of steps is zero, above the reference's or unlike rank 0's.
             ReportError: a tensor is missing, or its name or shape is not the reference's.
         """

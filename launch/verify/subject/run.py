@@ -58,10 +58,10 @@ class ReportError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter's file, parsed but not run.
+    """An adapter, the script that runs another engine, parsed but not run.
 
     Attributes:
-        path: absolute path.
+        path: absolute path of the script.
         axes: axes that the adapter's layouts may have.
         smallest: number of ranks on each axis in the smallest layout, which is the reference.
     """
@@ -78,7 +78,8 @@ class SubjectTrial:
     Attributes:
         python: interpreter that runs the subject.
         trials: layouts of one small model, each compared with the smallest layout.
-        against: (engine, version) of a second engine to compare the reference with; (`OURS`,): Triaxis in one process; empty: none.
+        against: (engine, version) of a second engine, to compare the subject's smallest layout with; (`OURS`,): Triaxis in one
+            process; empty: none.
         most_seconds: time limit for one run, in seconds.
     """
 
@@ -147,14 +148,14 @@ def subject_trial(
     dtype: str,
     most_seconds: int,
 ) -> SubjectTrial:
-    """Build a subject's layouts, and a small model that all of them can divide among ranks.
+    """Build layouts of another engine, the subject, and a small model that they can divide.
 
     Args:
         path, overrides: config file and overrides as for training; layouts in them are ignored.
-        adapter: adapter file.
+        adapter: script that runs the subject.
         python: interpreter that runs the subject.
         layouts: layouts in words, such as `tp=2,dp=2`; empty: those from `covering_layouts`.
-        against: name of an engine; None: none.
+        against: name of a second engine, to compare the subject's smallest layout with; None: none.
         num_steps, dtype, most_seconds: settings for every run.
 
     Raises:
@@ -181,7 +182,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
     """Parse a layout in words into sizes.
 
     Raises:
-        ConfigError: a word names none of the adapter's axes, or its size is not a multiple of the smallest layout's.
+        ConfigError: a word names none of the adapter's axes, or its size is not a multiple of the axis's in `adapter.smallest`.
     """
     words = [word.partition("=") for word in re.split("[, ]+", layout.strip())]
     wrong = [
@@ -216,8 +217,8 @@ def _with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
     """Run the subject in its smallest layout, the reference, then verify each other layout.
 
-    Each result is (trial, verdict, name of the reference). With `--against`, the first is the smallest layout's verdict against
-    that engine. A layout that differs runs again, with one axis after another collapsed to one rank.
+    Each result is (trial, verdict, name of the reference). With `--against ENGINE`, the first result compares the smallest layout
+    with ENGINE. A layout that differs runs again, with one axis after another collapsed to one rank.
 
     Raises:
         VerificationError: a run failed, other than one with a collapsed axis.
@@ -292,9 +293,9 @@ def _run_against(asked: SubjectTrial, folder: Path) -> None:
 
 
 def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
-    """Run the adapter on every rank, and return the first nonzero exit code, or 0.
+    """Run the adapter, the script for the other engine, on every rank.
 
-    A rank that fails ends the others. An exit by signal n gives 128 + n.
+    Returns the first nonzero exit code, or 0. A rank that fails ends the others. An exit by signal n gives 128 + n.
 
     Raises:
         ReportError: the time limit has passed, which ends all ranks.

@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 
 
 def gathered(part: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Gather a tensor that is cut along `dim` into equal parts, one per rank."""
+    """Concatenate the ranks' equal parts of a tensor along `dim`, in rank order. All ranks in `group` call this."""
     parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, part.detach().contiguous(), group=group)
     return torch.cat(parts, dim)
@@ -74,7 +74,7 @@ class Job:
         self._steps: list[dict[str, float]] = []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Load the first weights, whole, by name."""
+        """Load the weights from which step 0 starts, as whole tensors by Hugging Face's names."""
         return load_file(self._inputs / "weights.safetensors")
 
     def microbatches(self, step: int) -> list[MicroBatch]:

@@ -4,14 +4,16 @@ In float64 the bound is a constant. In a narrower dtype, rounding is measured. O
 again in the next wider dtype from the same rounded weights. A tensor's relative error between these runs is called e.
 
 A layout adds the same numbers in another order, so its rounding error is another random draw of the same size. Tensor parallelism
-also rounds the partial sums from t ranks, and each addition of them. With partial sums of equal sizes and independent errors, the t
-roundings add e^2 to the variance. The running sum over k of them adds e^2 k / t, which is about e^2 t / 2 for all k together. Hence
+also rounds the partial sums from t ranks, and each addition of them. Let the partial sums have equal sizes and independent errors.
+Rounding one partial sum adds e^2 / t to the variance, and rounding all t adds e^2. The addition that gives a sum of k partial sums
+adds e^2 k / t. All these additions together add about e^2 t / 2. Hence
 
     variance of (layout - reference) <= e^2 (1 + t / 2) + e^2          bound = DRAWS e sqrt(2 + t / 2)
 
-where the last e^2 is the reference's own error. A small tensor may have a small error by luck. So e is raised to at least the
-root mean square of e over all tensors of the same kind in the step. A moment averages the p-th power of gradients, so its relative
-error may be p times the gradients' error. So a moment's e is at least p times the gradients' e in each step so far.
+where the last e^2 is the reference's own error, and DRAWS is 3 standard deviations. A small tensor may have a small error by luck.
+So e is raised to at least the root mean square of e over all tensors of the same kind in the step. A moment averages the p-th power
+of gradients, so its relative error may be p times the gradients' error. So a moment's e is at least p times the gradients' e in
+each step so far.
 """
 
 import math
@@ -36,10 +38,10 @@ def noise_factor(tp: int) -> float:
 
 
 class Bounds:
-    """Bounds for relative errors, by step, kind and name.
+    """Largest relative errors that rounding explains, for tensors, outputs, losses and gradient norms.
 
     Args:
-        evidence: the layout's evidence; its `noise` is used if present.
+        evidence: the layout's evidence; its `noise`, the measured rounding, is used if present.
         tolerance: constant bound if there is no `noise`; unused otherwise.
     """
 
@@ -49,7 +51,7 @@ class Bounds:
         self._factor = noise_factor(evidence.sizes.tp)
 
     def tensors(self, step: int, kind: TensorKind) -> Mapping[str, float]:
-        """Bound for each tensor of a kind."""
+        """Return bounds on tensors' relative errors, by tensor name, for one step and kind."""
         if self._evidence.noise is None:
             return self._constant(self._evidence.tensors.get((step, kind), {}))
         rounding = self._rounding(step, kind)
@@ -62,16 +64,16 @@ class Bounds:
         return {name: self._factor * e for name, e in rounding.items()}
 
     def sites(self) -> Mapping[str, float]:
-        """Bound for each output of the first forward."""
+        """Return bounds on the relative errors of first-forward outputs, by site, such as `layers.3.mlp`."""
         if self._evidence.noise is None:
             return self._constant(self._evidence.sites)
         return {name: self._factor * e for name, e in _at_least_the_mean(self._evidence.noise_sites).items()}
 
     def loss(self, step: int) -> float:
-        """Bound for a global batch's loss.
+        """Return the bound on the relative error of a step's global-batch loss.
 
-        A mean's error may be small by luck. So the bound also covers the losses of earlier steps, the first step's token losses
-        and this step's gradients.
+        A mean's error may be small by luck. So the bound covers the largest rounding among the losses up to this step, the first
+        step's token losses, and this step's gradients.
         """
         if self._evidence.noise is None:
             return self._only()
@@ -80,7 +82,10 @@ class Bounds:
         return self._factor * max(*scalars, tokens, self._all_gradients(step))
 
     def grad_norm(self, step: int) -> float:
-        """Bound for the gradient norm, from | |g| - |g'| | <= |g - g'|."""
+        """Return the bound on the relative error of a step's gradient norm.
+
+        It covers the gradients' rounding, since two runs' gradients g and g' have | |g| - |g'| | <= |g - g'|.
+        """
         if self._evidence.noise is None:
             return self._only()
         return self._factor * max(self._scalar(step, "grad_norm"), self._all_gradients(step))
@@ -107,7 +112,7 @@ class Bounds:
 
 
 def _at_least_the_mean(noise: Mapping[str, Deviation]) -> dict[str, float]:
-    """Compute each tensor's e, at least the root mean square of all relative errors."""
+    """Compute tensors' relative errors, each raised to at least the root mean square of all."""
     errors = relative_errors(noise)
     mean = math.sqrt(sum(error**2 for error in errors.values()) / max(1, len(errors)))
     return {name: max(error, mean) for name, error in errors.items()}

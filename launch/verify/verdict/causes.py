@@ -7,8 +7,8 @@ These measurements can name an axis, in this order:
     partial sums    the axis along which projections of the ranks' gradients add up to 1
     factor          the only axis whose size, or its inverse, is the factor between wrong and right values
 
-With sub-layouts, the next two rows only choose between the axes that the first row names. Without sub-layouts, only the last two
-rows are used; for wrong samples, `_axis_of_samples` decides instead.
+A sub-layout is the same run without one axis or feature. If sub-layouts were run, the next two rows only choose between the axes
+that the first row names. If none were run, only the last two rows are used; for wrong samples, `_axis_of_samples` decides instead.
 """
 
 import math
@@ -30,11 +30,11 @@ FP32_ROUNDING = 1e-6
 
 
 def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict] = ()) -> Cause:
-    """Find the axis that the measurements name, and describe them.
+    """Find the axis that causes a difference, and describe the measurements.
 
     Args:
-        differing: all differences in the first kind that differs.
-        outcomes: sub-layout verdicts; empty: none were run.
+        differing: all differences in the first quantity (`Difference.what`) that differs.
+        outcomes: sub-layout verdicts; empty: no sub-layouts were run.
     """
     parts = [_appearance(evidence, differing)]
     apart = axes_apart(evidence, differing)
@@ -70,9 +70,9 @@ def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str,
 
 
 def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviation | None:
-    """Add up this rank's deviations over the differing tensors, or over the first differing output.
+    """Add up this rank's deviations over the differing tensors.
 
-    None: the rank holds no part of them.
+    If outputs differ, only the first differing output counts. None: the rank holds no part of these tensors or this output.
     """
     first, names = differing[0], {one.name for one in differing}
     if first.what == "output":
@@ -91,7 +91,8 @@ def _from_outcomes(
 ) -> str | None:
     """Find the axis without which the difference vanishes.
 
-    If there are several, the ranks' values decide. None: there is no such axis, or the values leave several.
+    If there are several such axes, two tests choose: `axes_apart`, then `are_partial_sums` for gradients. None: there is no such
+    axis, or neither test leaves exactly one.
     """
     vanished = {one.axis for one in outcomes if one.axis is not None and one.equal}
     is_gradient = differing[0].what == "gradient"
@@ -264,7 +265,7 @@ def _of_routing(first: Difference) -> str:
 
 
 def _of_forward(evidence: Evidence, first: Difference) -> str:
-    """Describe a wrong loss by the gradients of its step, if no outputs were reported."""
+    """Describe a wrong loss by the errors of its step's gradients. Used only if the ranks reported no outputs."""
     gradients = evidence.tensors.get((first.step, "gradient"), {})
     errors = relative_errors(gradients)
     wrong = sorted((name for name, error in errors.items() if not error <= first.bound), key=lambda name: -errors[name])
@@ -291,7 +292,7 @@ def _of_forward(evidence: Evidence, first: Difference) -> str:
 
 
 def _begins_a_stage(evidence: Evidence, site: str) -> bool:
-    """Whether a site is in the first layer of a later stage than the first."""
+    """Whether a site (recorded output) is in a pipeline stage's first layer. The model's first stage does not count."""
     stages = {".".join(facts.name.split(".")[:2]): facts.stage for facts in evidence.parameters}
     layer = ".".join(site.split(".")[:2])
     return any(after == layer and stages[before] != stages[after] for before, after in pairwise(stages))

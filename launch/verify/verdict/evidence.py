@@ -28,8 +28,8 @@ class Difference:
 
     Attributes:
         step: step, from 0.
-        what: tensor kind, `samples`, `routing`, `output`, `loss` or `gradient norm`.
-        name: parameter, site or sample; empty for scalars.
+        what: kind of tensor (`TensorKind`), or `samples`, `routing`, `output`, `loss` or `gradient norm`.
+        name: name of the parameter, site (recorded output, such as `layers.3.mlp`) or sample; empty for scalars.
         wanted, got: norms of the tensor, or the scalars themselves. For a sample: how often it is read. For a routing: how many
             expert choices there are, and how many of them the reference made too.
         error: norm of the difference, relative to `wanted`, or to the root mean square of all tensors' norms if that is larger.
@@ -50,7 +50,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """An axis that measurements name, and a description of the measurements. `axis` is None if the measurements name none."""
+    """The likely cause of a difference: an axis, and a text on the measurements. `axis` None: they name no axis."""
 
     axis: str | None
     text: str
@@ -77,11 +77,11 @@ class Evidence:
 
     Attributes:
         parameters: facts about each parameter in the layout, in forward order.
-        reference: the one process's steps.
+        reference: facts about each step of the reference, which is one process.
         ranks: the layout's reports.
-        samples: samples that the one process read, by step; may be empty.
+        samples: samples that the reference read, by step; may be empty.
         noise: report from one process in a wider dtype, which measures rounding; None: the bound is a constant.
-        routings: the one process's expert choices; may be empty.
+        routings: the reference's expert choices; may be empty.
         are_whole: True: ranks report whole gradients, which may be partial sums on dp ranks. False: each rank reports the parts
             that it owns, as ours do.
     """
@@ -108,18 +108,18 @@ class Evidence:
 
     @cached_property
     def sites(self) -> dict[str, Deviation]:
-        """Deviation of each output in the first forward, by site in model order. The ranks' parts are added up."""
+        """Deviation of each site (recorded output) in the first forward, in model order. Ranks' parts are added up."""
         return _sites(self.ranks)
 
     @cached_property
     def noise_tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """Tensors from the one process in a wider dtype, in the form of `tensors`."""
+        """Tensors' deviations in `noise`, the reference's rerun in the next wider dtype. Keys are as in `tensors`."""
         assert self.noise is not None
         return self._tensors((self.noise,))
 
     @cached_property
     def noise_sites(self) -> dict[str, Deviation]:
-        """Outputs from the one process in a wider dtype, in the form of `sites`."""
+        """Outputs' deviations in `noise`, the reference's rerun in the next wider dtype. Keys are as in `sites`."""
         assert self.noise is not None
         return _sites((self.noise,))
 

@@ -24,8 +24,8 @@ class Verdict:
 
     Attributes:
         largest: (largest `Difference.error`, name of the tensor, site or sample that has it) by `Difference.what`.
-        differences: all differences in the first kind that differs, in order.
-        reference: the one process's steps.
+        differences: all differences in the first quantity (`Difference.what`) that differs, in order.
+        reference: facts about each step of the reference, which is one process.
         of_bound: largest error as a fraction of its bound; at most 1 if equal.
     """
 

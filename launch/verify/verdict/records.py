@@ -1,6 +1,7 @@
 """Define the report that each rank of a verification writes, as JSON.
 
-The reference (one process) writes whole tensors. Each rank of the layout compares its own parts with them and reports sums.
+The reference (one process) writes whole tensors. Each rank of the layout compares its own parts with them. The rank reports sums
+over its elements (`Deviation`), such as the sum of squared errors.
 """
 
 import json
@@ -48,7 +49,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """One tensor in one step on one rank. `deviation` is the sum over the parts that the rank holds."""
+    """One tensor in one step on one rank. `deviation` compares the parts that the rank holds with the reference's."""
 
     step: int
     kind: TensorKind
@@ -119,7 +120,10 @@ class RankReport:
     routings: tuple[RoutingReport, ...] = ()
 
     def place(self, axis: str) -> dict[str, int]:
-        """The rank's index on each axis of the mesh with `axis`: `coordinates`, or the pp index and `experts`."""
+        """The rank's index on each axis of the mesh that has `axis`.
+
+        For pp, dp, cp and tp: `coordinates`. For edp, ep and etp: the pp index and `experts`.
+        """
         if axis in self.coordinates:
             return self.coordinates
         return {"pp": self.coordinates["pp"], **self.experts}

@@ -32,7 +32,8 @@ class DeepSpeedRun:
 
     Attributes:
         fields: values under our names, each with the key that it comes from.
-        notes: what was left out, what the file leaves open (`auto`), and which rates differ, as sentences.
+        notes: sentences on what was left out, what the file leaves open (`auto`), and how our learning rates differ from
+            DeepSpeed's.
     """
 
     fields: Fields
@@ -43,7 +44,8 @@ class DeepSpeedRun:
 class _Keys:
     """A file's entries by dotted name, and what reading them found.
 
-    `missing` and `left_out` map keys without a counterpart to the reason. Those in `missing` would change training.
+    `missing` and `left_out` map a key without a counterpart here to the reason. Keys in `missing` would change training, and are
+    refused unless the user ignores them. Keys in `left_out` are only noted.
     """
 
     entries: dict[str, Any]
@@ -66,7 +68,10 @@ class _Keys:
         return default if value is None else value
 
     def number(self, name: str, default: Any = None, *, is_count: bool = False) -> Any:
-        """Return a key's number, as `value` does. With `is_count` it must be an integer >= 1. None after a problem."""
+        """Return a key's number; None if it is `auto`, `default` if it is absent.
+
+        A value that is no number (with `is_count`: no integer >= 1) becomes a problem, and gives None.
+        """
         value = self.value(name, default)
         if value is None:
             return None
@@ -89,7 +94,7 @@ class _Keys:
         return None if value is None else value is True
 
     def put(self, ours: str, value: Any, name: str) -> None:
-        """Record a value for the field `ours`, and its origin `name`, a key or a phrase. None records nothing."""
+        """Record `value`, unless it is None, for our field `ours`. Its origin `name` is a DeepSpeed key or a phrase."""
         if value is not None:
             section, key = ours.split(".")
             origin = name if " " in name or name in self.entries else f"DeepSpeed's default of {name}"
@@ -304,7 +309,10 @@ def _schedule(found: _Keys, lr: float | None) -> None:
 
 
 def _others(found: _Keys, ignored: Sequence[str]) -> dict[str, list[str]]:
-    """Record unread keys as left out, missing or problems; return those without effect, by topic."""
+    """Add keys that were not read to `left_out` or `missing` (see `_Keys`), or to `problems`.
+
+    Return the keys that change nothing here, such as those for logging, by topic.
+    """
     without_effect: dict[str, list[str]] = {}
     known = {*found.read, *WITHOUT_EFFECT, *LEFT_OUT, *REFUSED}
     for name in sorted(found.entries.keys() - found.read):
@@ -329,7 +337,7 @@ def _others(found: _Keys, ignored: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _broken(fields: Fields) -> list[str]:
-    """List problems with values that their fields refuse, under the file's key names."""
+    """List values that our config fields refuse, as problems that start with the DeepSpeed key."""
     found = []
     for section, own in fields.items():
         kind = Config.section_type(section)

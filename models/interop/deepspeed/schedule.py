@@ -58,7 +58,7 @@ class DeepSpeedRates(NamedTuple):
 
 
 def rate_notes(there: DeepSpeedRates) -> list[str]:
-    """Note where our rates differ from DeepSpeed's, with the same warm-up, decay and floor."""
+    """Note where our learning rates differ from DeepSpeed's (`there`) with equal warm-up, decay and floor."""
     num_steps = there.total or there.warmup + 2
     ours = OptimizerConfig.model_construct(
         lr=there.lr,

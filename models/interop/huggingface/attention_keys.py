@@ -104,8 +104,9 @@ def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str
 def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str, Keys]]:
     """Yield the place and content of each mapping with RoPE settings for layer type `kind`.
 
-    `has_scaling`: whether the file's `rope_scaling` applies to this type. If `rope_parameters` is not split by layer type
-    as it must be, it is yielded under an unknown key, which becomes a problem.
+    `has_scaling`: whether the file's `rope_scaling` applies to this type. `kind` is "" if all layers share their settings.
+    Otherwise `rope_parameters` must have one mapping per layer type. If it holds settings directly, it is yielded under an
+    unknown key, which becomes a problem.
     """
     new, old = (keys.get(name) for name in OF_ROPE)
     if isinstance(new, Mapping):
@@ -214,7 +215,10 @@ def _rotates(keys: Keys, no_rope: tuple[str, str, int], layer: int) -> bool:
 
 
 def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yield a phrase for each of the model's attention features that the family lacks. A family without RoPE yields none."""
+    """Yield a phrase for each of the model's attention features that the family lacks.
+
+    A family without RoPE yields none here, since `beyond_plain` finds its differences.
+    """
     if family.rope is None:
         return
     by_type = len(family.rope.bases) > 1
@@ -271,7 +275,7 @@ def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, ob
 def _rope_keys(model: ModelConfig, rope: RopeKeys) -> Iterator[tuple[str, object]]:
     """Yield RoPE keys in the form used before transformers 5.
 
-    If the family's layer types have separate settings, the new form, `rope_parameters`, follows.
+    If the family's layer types have separate settings, `rope_parameters`, the key in transformers 5, is also yielded.
     """
     top: dict[str, set[float]] = {}
     new: dict[str, Fields] = {}

@@ -250,7 +250,7 @@ def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str
 
 
 def text_keys(keys: Keys) -> Keys:
-    """Return the language model's keys: `text_config` and the outer keys in OF_BOTH, or all keys without it."""
+    """Return the language model's keys: `text_config` and outer keys in OF_BOTH; without `text_config`, all keys."""
     text = keys.get("text_config")
     if not isinstance(text, Mapping):
         return keys

@@ -31,12 +31,12 @@ _TOOLS = ("unsloth",)
 
 
 def is_note(key: str) -> bool:
-    """Whether no layer can read the key, as with a version or a tool's key."""
+    """Whether no layer reads the key: a version, a training tool's key, or no Python identifier."""
     return not key.isidentifier() or key.split("_")[-1] == "version" or key.split("_")[0] in _TOOLS
 
 
 def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
-    """Whether an unknown key agrees with the model or has no effect.
+    """Whether a config.json key agrees with the model or has no effect (see the module).
 
     Args:
         model: our `model` section as read so far.
@@ -55,9 +55,9 @@ def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
 
 
 def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
-    """List other values that a file may give for a field whose value is `known`.
+    """List values that agree with our field `name`, besides its own value `known`.
 
-    With linear RoPE scaling, sample length x scaling factor; otherwise none.
+    For `model.seq_length` with linear RoPE scaling: sample length x scaling factor. Otherwise none.
     """
     scaling = model.get("rope_scaling")
     is_before = name == "model.seq_length" and isinstance(scaling, Mapping) and scaling.get("type") == "linear"

@@ -81,7 +81,7 @@ class RopeKeys:
 
     @property
     def fields(self) -> set[str]:
-        """Our `model` fields that these keys can express."""
+        """Our `model` fields that a family's RoPE keys can express."""
         return {"rope_base", "rope_scaling"} | (set() if self.share is None else {"rotary_share"})
 
 
@@ -111,8 +111,8 @@ class LayerKeys:
     def keys(self) -> set[str]:
         """All config.json keys that describe windows, or say which layers have no RoPE.
 
-        These are the keys that the attributes name, `sliding_window` unless `windows` is `none`, and `layer_types` if
-        it is `some`.
+        These are the keys that the attributes name. `sliding_window` is added unless `windows` is `none`. `layer_types` is added
+        if `windows` is `some`.
         """
         of_windows = {"none": (), "all": ("sliding_window",), "some": ("sliding_window", "layer_types")}[self.windows]
         others = [self.switch, *(pair[0] for pair in (self.first, self.period) if pair is not None)]
@@ -120,7 +120,7 @@ class LayerKeys:
 
     @property
     def fields(self) -> set[str]:
-        """Our `model` fields that these keys can express."""
+        """Our `model` fields that a family's keys for windows and layers without RoPE can express."""
         by_layer = self.windows == "some" or self.no_rope is not None
         return ({"window"} if self.windows != "none" else set()) | ({"layers", "layer_kinds"} if by_layer else set())
 
@@ -161,8 +161,8 @@ class ExpertKeys:
     """A family's config.json keys for layers with experts.
 
     Attributes:
-        names: spellings of a key -> (field of `model.moe`, default). An export writes the first spelling. If the default of a
-            required field is None, a file must have the key.
+        names: spellings of a key -> (field of `model.moe`, default). An export writes the first spelling. If a
+            default is None, a file must have the key, unless `model.moe` has its own default for the field.
         fixed: `model.moe` fields that have one value in the family.
         has_bias: whether a bias is added to scores when experts are chosen.
         has_shared: whether there are shared experts.
@@ -246,7 +246,7 @@ class Family:
 
     @property
     def activations(self) -> dict[str, str]:
-        """Map their activation names to ours."""
+        """Map Hugging Face's activation names to ours, for activations that are gated as `is_gated` says."""
         kinds = [kind for kind in ACTIVATIONS.values() if kind.is_gated == self.is_gated]
         return {theirs: kind.name for kind in kinds for theirs in kind.hugging_face}
 

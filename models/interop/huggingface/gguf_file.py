@@ -167,7 +167,7 @@ class GgufFile:
         """Convert GGUF fields to config.json keys.
 
         Raises:
-            ConfigError: fields are missing or unknown, or one in _AS_HEADS differs from the head size.
+            ConfigError: fields are missing or unknown; or a head's value size or rotated size (_AS_HEADS) is not the head size.
         """
         keys: dict[str, Any] = {"model_type": self._architecture.family, "tie_word_embeddings": tied}
         keys |= {key: int(fields[name]) for name, key in _IDS.items() if name in fields}

@@ -108,10 +108,12 @@ def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str
 
 
 def generation_config(ids: Mapping[str, Any], record: ImportRecord | None) -> str:
-    """Return the imported generation_config.json's text, or build one with bos, eos and pad ids.
+    """Return the text for generation_config.json: the imported text, if the record has it.
+
+    Otherwise bos, eos and pad ids make up the text.
 
     Args:
-        ids: exported tokenizer's ids, such as `eos_token_id`; the record's ids, unless null, replace them.
+        ids: exported tokenizer's ids for a built text, such as `eos_token_id`; the record's ids, unless null, replace them.
         record: import record; None if the model was not imported.
     """
     if record is not None and record.generation_config is not None:

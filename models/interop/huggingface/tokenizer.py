@@ -119,8 +119,8 @@ def tokenizer_file(name: str) -> Path | None:
 def name_in_folder(files: Mapping[str, bytes]) -> str:
     """Return the path by which `load_tokenizer` finds the tokenizer in a folder with these files.
 
-    The path is relative to the folder. It is "." if the folder has a tokenizer and a tokenizer_config.json. Otherwise the path is
-    the tokenizer's file, or tokenizer.json if there is no tokenizer.
+    The path is relative to the folder. It is "." if the folder has a tokenizer file and a tokenizer_config.json. With a tokenizer
+    file alone, it is that file's name. With neither, it is tokenizer.json, which the folder lacks.
     """
     own = next((name for name in (TOKENIZER_JSON, SENTENCEPIECE) if name in files), None)
     return "." if own is not None and CONFIG in files else own or TOKENIZER_JSON

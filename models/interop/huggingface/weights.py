@@ -133,9 +133,9 @@ class Exchange:
 
 
 def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> list[Exchange]:
-    """List exchanges that cover all model tensors, in forward order.
+    """List pairings (`Exchange`) of our tensors with Hugging Face's, for all tensors in forward order.
 
-    `naming` is the family's naming or that naming's `fused`; None: the family's naming.
+    `naming` is the family's naming, or its `fused`, for files with one tensor for all experts; None: the family's naming.
     """
     naming = naming or FAMILIES[family].naming
     specs = {spec.name: spec for spec in model_specs(model)}
@@ -176,7 +176,7 @@ def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> 
 
 
 def copies(family: str, model: ModelConfig) -> Iterator[Exchange]:
-    """Yield exchanges for each multi-token prediction layer's copies of model tensors. Imports only compare these."""
+    """Pair our tensors with their copies in multi-token prediction layers. An import only compares the two."""
     naming, specs = FAMILIES[family].naming, {spec.name: spec for spec in model_specs(model)}
     for number in range(model.num_layers, model.num_layers + model.num_mtp_layers):
         for (ours,), (theirs,) in naming.copies:
@@ -190,7 +190,7 @@ class HuggingFaceModel:
 
     Attributes:
         sections: config sections: `model`, and others if the model needs them.
-        exchanges: exchanges that cover the model's tensors in the files.
+        exchanges: pairings of our tensors with the files' tensors; together they cover the whole model.
         spelling: function (a family's tensor name) -> the tensor's name in the files.
         is_part: whether the files hold a model of several parts, of which the language model is imported.
         notes: what the import leaves out or changes, as text for the user.
@@ -210,7 +210,7 @@ class HuggingFaceModel:
     def shards(
         self, dtype: torch.dtype | None = None, on_tensor: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Shard]:
-        """Yield our tensors in `dtype`, with one exchange or one expert in memory at a time.
+        """Yield our tensors in `dtype`, loading one expert or `Exchange` (paired tensors) at a time.
 
         If `dtype` is None, each tensor keeps the file's dtype. A bias for choosing experts stays at least fp32. Learned positions
         beyond `seq_length` are dropped. `on_tensor` receives the number of bytes read from the files.
@@ -323,7 +323,7 @@ class Export:
 
     Attributes:
         candidate: checkpoint to export.
-        exchanges: exchanges in the order in which they are written.
+        exchanges: pairings of our tensors with Hugging Face's, in the order in which they are written.
         plans: name, shape and dtype of each tensor to write, in that order.
         dtype: dtype of the first tensor, the word embedding, as torch spells it, for config.json.
     """
@@ -338,7 +338,7 @@ class Export:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the Hugging Face tensors' names and values in the saved dtype.
 
-        One exchange is in memory at a time. `on_tensor` receives the number of bytes read from the checkpoint.
+        Memory holds one `Exchange` at a time. `which`: trained or averaged weights. `on_tensor` receives the number of bytes read.
         """
         for exchange in self.exchanges:
             ours = [read_weights(self.candidate, spec.name, which) for spec in exchange.ours]
@@ -386,7 +386,7 @@ def _kept(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
 
 
 def _row_order(spec: ParamSpec, model: ModelConfig) -> tuple[int, ...]:
-    """Compute `Exchange.row_order` for heads that end with RoPE's pairs as neighbouring rows."""
+    """Compute `Exchange.row_order` for DeepSeek's heads, whose RoPE pairs are neighbouring rows (see the module)."""
     assert model.mla is not None
     pairs = range(0, model.mla.qk_rope_head_dim, 2)
     is_key = len(spec.shape) == 2
@@ -418,8 +418,8 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
 def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
     """Find the function from the family's tensor names to the files' names.
 
-    The files' names lack a prefix if the model was saved without its head. In a model of several parts, the files' names have one
-    more prefix. It follows the first prefix, or starts the name in files older than transformers 5.
+    The files' names lack `base_prefix` if the model was saved without its head. In a model of several parts, they also have
+    `language_model.`, after `base_prefix`, or at the start in files older than transformers 5.
     """
     base = naming.base_prefix
     embedding = naming.first[0][1][0]

@@ -116,7 +116,10 @@ def _each_layer(given: Any, num_layers: int, last: int) -> list[int] | None:
 
 
 def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bool], still: list[bool]) -> None:
-    """Add windows and layers without RoPE to `model`, by layer kind if needed. `still` marks the layers without RoPE."""
+    """Add each layer's window and RoPE choice to `model`, as layer kinds if layers differ.
+
+    `has_window` marks the layers with the window, `still` those without RoPE.
+    """
     kinds: dict[str, dict[str, Any]] = {}
     names = []
     for windowed, is_still in zip(has_window, still, strict=True):

@@ -73,7 +73,7 @@ class Inert:
         return f"{self.origin}{self.arguments}"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Look up a field in the state, or return `default`."""
+        """Return the pickled object's attribute `name`, or `default` if `state` does not have it."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
@@ -227,13 +227,13 @@ class _Reader(pickle._Unpickler):
         self.keys = _Keys(len(content))
 
     def _set(self, members: Iterable[Any] = ()) -> set[Any]:
-        """Build a `set` after checking its members."""
+        """Build a `set` whose members do not take too long to hash (see `_Keys`)."""
         members = list(members)
         self.keys.check(members)
         return set(members)
 
     def _ordered_dict(self, items: Iterable[tuple[Any, Any]] = ()) -> "OrderedDict[Any, Any]":
-        """Build an `OrderedDict` after checking its keys."""
+        """Build an `OrderedDict` whose keys do not take too long to hash (see `_Keys`)."""
         items = [(key, value) for key, value in items]
         self.keys.check(key for key, _ in items)
         return OrderedDict(items)

@@ -122,8 +122,9 @@ def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
 def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Convert the arguments to `optimizer` fields.
 
-    Also returns notes on how our rates will differ from Megatron-LM's. The fields are {} if the style is not built or the
-    arguments do not give a schedule. The note then says so.
+    Also returns notes on how our rates will differ from Megatron-LM's. The fields are {} if Triaxis lacks the schedule that
+    `lr_decay_style` or `lr_wsd_decay_style` names. They are also {} if the arguments lack the run's length, batch or learning rate.
+    The note then says so.
 
     Raises:
         TypeError: a length, size or rate is no number below 2^63.

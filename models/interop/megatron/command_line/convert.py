@@ -34,7 +34,7 @@ def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignor
     Args:
         texts: command-line words, or texts with several words each; `@path` is replaced with the words in a file.
         vocab_size: number of tokens in the tokenizer; None takes it from --vocab-size.
-        ignored: names of given arguments to leave out; a supported one is refused, unless its value has no counterpart.
+        ignored: names of given arguments to leave out. A supported argument is refused, unless its given value is not supported.
 
     Raises:
         ConfigError: the arguments have problems, or no counterpart and are not `ignored`; or the config breaks a rule.

@@ -93,8 +93,8 @@ def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
 
     Args:
         words: words from `words_of`; a launcher and the script's name, such as pretrain_gpt.py, are skipped.
-        ignored: argument names without leading dashes. Unknown ones are skipped with all their values. Those without effect or
-            counterpart may have any number of values.
+        ignored: argument names without leading dashes. Unknown arguments among these are skipped with all their values. If a known
+            one has no effect or counterpart here, its number of values is not checked.
     """
     parsed = Parsed({flag.dest: flag.default for flag in FLAGS.values()})
     values: dict[str, list[str]] = {}
