@@ -279,8 +279,8 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
 
 
 def offload_is_of_layers(subject: Subject) -> Iterator[Problem]:
-    num_layers, per_chunk = subject.config.offload.num_layers, _layers_of_the_largest_chunk(subject)
-    if num_layers > per_chunk:
+    num_layers = subject.config.offload.num_layers
+    if num_layers and num_layers > (per_chunk := _layers_of_the_largest_chunk(subject)):
         yield subject.problem(
             "offload.num_layers",
             f"must be at most {per_chunk}, the layers of the largest model chunk: there are no more to offload",

@@ -180,7 +180,7 @@ def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[
         tuple(given) if isinstance(given, list) else given,
     )
     if key not in memo:
-        counts = balance(*_work(config), _ranks(config)) if given == "auto" else given
+        counts = balance(*_work(config, memo), _ranks(config)) if given == "auto" else given
         memo[key] = partition(model.num_layers, parallel.pp, parallel.vpp, counts, model.num_mtp_layers)
     stages: tuple[StageLayers, ...] = memo[key]
     return stages
@@ -189,7 +189,7 @@ def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[
 def balance_line(config: "Config") -> str:
     """Compare the busiest rank's work under `parallel.layers_per_stage=auto` with that under even stages, in one line."""
     parallel, ranks = config.parallel, _ranks(config)
-    layers, head = _work(config)
+    layers, head = _work(config, {})
     mean = (sum(layers) + head) / parallel.pp
 
     def above_mean(counts: Sequence[int]) -> str:
@@ -200,14 +200,26 @@ def balance_line(config: "Config") -> str:
     return f"chosen by FLOPs: the busiest rank has {chosen} more than the mean, with even stages {even}"
 
 
-def work_of_cut(config: "Config", pp: int, vpp: int, counts: Sequence[int], *, is_v: bool) -> tuple[int, int]:
-    """Compute forward FLOPs per token: the busiest rank's, and the largest stage's. `counts`: number of layers in each stage."""
+def work_of_cut(
+    config: "Config", pp: int, vpp: int, counts: Sequence[int], memo: dict[object, Any], *, is_v: bool
+) -> tuple[int, int]:
+    """Compute forward FLOPs per token: the busiest rank's, and the largest stage's.
+
+    Args:
+        counts: number of layers in each stage.
+        memo: cache for one model under several layouts.
+    """
     placement = Placement(pp, vpp, is_v)
-    return largest_work(*_work(config), counts, [placement.rank_of(stage) for stage in range(placement.num_stages)])
+    return largest_work(
+        *_work(config, memo), counts, [placement.rank_of(stage) for stage in range(placement.num_stages)]
+    )
 
 
-def _work(config: "Config") -> tuple[tuple[int, ...], int]:
-    return layers_forward_flops(config.model), head_forward_flops(config.model)
+def _work(config: "Config", memo: dict[object, Any]) -> tuple[tuple[int, ...], int]:
+    if "work" not in memo:
+        memo["work"] = layers_forward_flops(config.model), head_forward_flops(config.model)
+    work: tuple[tuple[int, ...], int] = memo["work"]
+    return work
 
 
 def _ranks(config: "Config") -> list[int]:

@@ -38,7 +38,9 @@ def layer_weights(model: "ModelConfig", kind: "LayerKind") -> int:
 
 def layers_forward_flops(model: "ModelConfig") -> tuple[int, ...]:
     """Each layer's forward FLOPs per token; a sample counts as one document, since document lengths are not known yet."""
-    return tuple(_of_layer(model, kind) for kind in model.kinds[: model.num_layers])
+    kinds = model.kinds[: model.num_layers]
+    flops = {kind: _of_layer(model, kind) for kind in set(kinds)}
+    return tuple(flops[kind] for kind in kinds)
 
 
 def head_forward_flops(model: "ModelConfig") -> int:

@@ -58,7 +58,7 @@ def open_numbers(
 
     Args:
         path: path of the cache file.
-        key: text that decides the numbers.
+        key: text of all inputs from which the numbers follow; a file with another key is built anew.
         build: function () -> arrays to write one after another, or None if the function wrote the file with `seal`.
         count: expected number of int64 values; None accepts any.
         lock: name of the lock file held while building; an `open_numbers` call within `build` needs another lock.

@@ -68,7 +68,7 @@ class TensorParallelRegion:
         return self.axis.all_reduce(grad, purpose)
 
     def leave(self, partial: torch.Tensor, purpose: str) -> Pending:
-        """Post g or g': partial sums [s, b, h] -> [s (/t), b, h]. May reduce `partial` in place."""
+        """Post the sum over tp: [s, b, h] -> [s, b, h], with sequence parallelism [s / t, b, h]. May reduce `partial` in place."""
         if self.sequence_parallel:
             return self.axis.reduce_scatter(partial, purpose)
         return self.axis.all_reduce(partial, purpose)

@@ -1,7 +1,7 @@
 """Run one training step of one rank in any layout, in one process.
 
-The engine's own code runs on fake tensors in a fake process group. So a rank out of thousands runs on a laptop. The step counts
-calls and bytes in the ledger, live storages by kind, and dispatched operators.
+The engine's own code runs on fake tensors in a fake process group. So a rank out of thousands runs on a laptop. Three things are
+counted: calls and bytes of collectives, memory by kind, and dispatched operators.
 
 If there are many microbatches, only some of them run. The others' calls and memory are added up from those that ran
 (`triaxis.launch.footprint.parts`).

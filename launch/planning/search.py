@@ -7,35 +7,28 @@
 Memory is predicted for few layouts. Layouts are in a heap, ordered by predicted time. A layout's time includes the cheapest
 recomputation that is not ruled out yet. The fastest layout is popped, and its memory is predicted. If the layout does not fit, it
 goes back into the heap twice: with the next recomputation, and with the next ZeRO stage. Both take more time, so popped layouts
-that fit come in the same order as if every layout's memory had been predicted. A layout is found once, as it fits fastest.
+that fit come in the same order as if every layout's memory had been predicted. A layout is found once, with the recomputation and
+ZeRO stage that are fastest of those that fit.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import count, product
+from itertools import count
 from math import floor
-from typing import Literal
 
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.extension import NO_COSTS, Measure, as_ours
 from triaxis.engine.config.extension_section import with_costs
-from triaxis.engine.config.layout import (
-    IS_INTERLEAVED,
-    RUNS_IN_A_V,
-    ParallelConfig,
-    schedule_problems,
-    sequence_over_cp,
-)
-from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
-from triaxis.engine.config.section import Subject, divisors
+from triaxis.engine.config.section import Subject
 from triaxis.engine.config.tree import RULES, Config, broken_keys
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import model_flops_per_token
+from triaxis.launch.planning.legal_layouts import legal_layouts
 from triaxis.launch.tuning.choose_layout import MARGIN
 from triaxis.models.predict.cut import Memo
 from triaxis.models.predict.rank_memory import GB, Prediction, predict
@@ -48,22 +41,6 @@ from triaxis.models.specs import num_parameters
 SIMULATED = 50
 """Number of layouts, fastest by the closed form, whose schedules are simulated."""
 
-MOST_TOKENS = 65536
-"""Largest microbatch per rank, in tokens; larger ones fill a GPU no better."""
-
-NEVER_FASTER = frozenset({"gpipe"})
-"""Schedules that wait as long as another one and need more memory: GPipe's ranks hold all microbatches, 1F1B's rank r of p
-holds p - r."""
-
-
-Cut = Literal["auto"] | None
-"""A value of `parallel.layers_per_stage` to try."""
-
-CUTS: tuple[Cut, Cut] = (None, "auto")
-
-Stages = tuple[int, str, Cut]
-"""Chunks per rank, schedule, layers per stage."""
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -72,7 +49,7 @@ class Found:
     Attributes:
         config: the run's configuration in this layout, with the ZeRO stage and the recomputation that make it fit.
         sizes: size of every axis.
-        time: predicted step time: of the closed form during the search, of a simulated schedule in a finished plan.
+        time: predicted step time. The closed form gives it during the search, and a simulated schedule in a finished plan.
         memory: predicted memory of every pipeline rank.
     """
 
@@ -156,7 +133,7 @@ class Plan:
         return kept
 
     def slower_by(self, one: Found) -> str:
-        """Format how much slower a layout is than the first, and the step component that adds most; "" if it is not slower."""
+        """Format how much slower `one` is than the fastest layout, and the component that adds most; "" if it is not slower."""
         best = self.best
         more = one.time.seconds / best.time.seconds - 1
         names = one.time.components.keys() | best.time.components.keys()
@@ -175,7 +152,10 @@ def describe(config: Config, sizes: ParallelSizes) -> str:
 
 
 def describe_cut(config: Config, sizes: ParallelSizes) -> str:
-    """Format a layout in words, without its recomputation; the schedule is named unless it is 1f1b, or interleaved for vpp > 1."""
+    """Format a layout in words, without its recomputation.
+
+    The schedule is named unless it is the usual one: interleaved if vpp > 1, else 1f1b.
+    """
     words = [f"tp={sizes.tp}", f"cp={sizes.cp}" if sizes.cp > 1 else "", f"pp={sizes.pp}"]
     words += [f"vpp={sizes.vpp}" if sizes.vpp > 1 else ""]
     words += ["balanced" if config.parallel.layers_per_stage == "auto" else "", f"dp={sizes.dp}"]
@@ -185,56 +165,6 @@ def describe_cut(config: Config, sizes: ParallelSizes) -> str:
     usual = ("auto", "interleaved" if sizes.vpp > 1 else "1f1b")
     words += [config.schedule.name if config.schedule.name not in usual else ""]
     return " ".join(word for word in words if word)
-
-
-def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the run in every legal layout on all of a cluster's devices, without recomputation.
-
-    Illegal layouts are counted in `plan.illegal`.
-    """
-    n, per_node = cluster.num_gpus, cluster.gpus_per_node
-    train, memo = config.train, Memo()
-    of_pp = {pp: list(_stages(config, pp, memo)) for pp in divisors(n, 1) if pp <= config.model.num_layers}
-    for tp, cp, pp in product(divisors(per_node, 1), divisors(n, 1), of_pp):
-        if n % (tp * cp * pp):
-            continue
-        dp = n // (tp * cp * pp)
-        if train.global_batch_size % dp:
-            plan.illegal["train.global_batch_size"] += 1
-            continue
-        of_pipeline = list(product(_micro_batches(config, dp, cp), of_pp[pp]))
-        for is_cut, (ep, etp) in product((True, False) if tp > 1 else (False,), _expert_cuts(config, tp, cp * dp)):
-            whole = config.parallel.model_copy(
-                update={"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sequence_parallel": is_cut, "ep": ep, "etp": etp}
-            )
-            # A rule about these sizes alone, which most sizes of cp break.
-            coarse = Subject(config.model_copy(update={"parallel": whole}), n, per_node)
-            if any(sequence_over_cp(coarse)):
-                plan.illegal["model.seq_length"] += len(of_pipeline)
-                continue
-            yield from _of_pipeline(config, cluster, whole, of_pipeline, plan)
-
-
-def _of_pipeline(
-    config: Config, cluster: Cluster, whole: ParallelConfig, of_pipeline: Sequence[tuple[int, Stages]], plan: Plan
-) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the legal combinations of micro batch and stages for the axes' sizes in `whole`; count the illegal ones."""
-    n, per_node, nothing = cluster.num_gpus, cluster.gpus_per_node, RecomputeConfig()
-    runtime = config.runtime.model_copy(update={"ranks_per_node": per_node})
-    for micro, (vpp, name, cut) in of_pipeline:
-        trial = config.model_copy(
-            update={
-                "parallel": whole.model_copy(update={"vpp": vpp, "layers_per_stage": cut}),
-                "schedule": config.schedule.model_copy(update={"name": name}),
-                "train": config.train.model_copy(update={"micro_batch_size": micro}),
-                "recompute": nothing,
-                "runtime": runtime,
-            }
-        )
-        if broken := broken_keys(Subject(trial, n, per_node), RULES):
-            plan.illegal[min(key for _, key in broken)] += 1
-        else:
-            yield trial, parallel_sizes(trial)
 
 
 def search(
@@ -254,10 +184,10 @@ def search(
         config: the run; the search replaces `parallel`, `schedule.name`, `recompute` and `train.micro_batch_size`, and keeps the
             global batch, `parallel.dp_replicas`, and a `parallel.zero` above 1.
         cluster: cluster whose devices are all used.
-        simulated: most layouts to find, whose schedules are then simulated.
+        simulated: largest number of layouts to find; their schedules are then simulated.
         implementation: software whose steps are timed; memory is this engine's.
         expert_load, margin_bytes: see `Plan`.
-        measure: function that measures an extension's parts in a layout; called for each layout popped as the fastest.
+        measure: function that measures an extension's parts in a layout; called only for layouts that are fastest in their turn.
         keeps_zero: try no other ZeRO stage than the config's, also if that is 1.
 
     Raises:
@@ -277,7 +207,7 @@ def search(
         )
     order = count()
     memo: Memo = {}
-    trials = list(layouts(config, cluster, plan))
+    trials = list(legal_layouts(config, cluster, plan.illegal))
     # Accurate enough to order all layouts; each of the fastest is then measured.
     costs = measure(*trials[0]) if trials else NO_COSTS
     waiting = [
@@ -317,11 +247,12 @@ def search(
             plan.found.append(Found(fastest.config, fastest.sizes, fastest.time, memory))
             fitting.add(fastest.number)
             continue
-        if is_new and has_stages and (higher := fastest.next_zero(estimator, memo)) is not None:
-            heapq.heappush(waiting, higher)
         if memory is not None and is_new:
             # Memory is least with everything recomputed: if that is too much, no choice between needs a check.
-            memory = predict(fastest.most_recomputed(), fastest.sizes, memo=memo, load=load)
+            memory = predict(fastest.most_recomputed(memo), fastest.sizes, memo=memo, load=load)
+        may_rise = is_new and has_stages and (memory is None or _may_fit_in_a_stage(memory, plan.usable_bytes))
+        if may_rise and (higher := fastest.next_zero(estimator, memo)) is not None:
+            heapq.heappush(waiting, higher)
         fits = memory is not None and (not is_new or memory.fullest.total <= plan.usable_bytes)
         if fits and (again := fastest.next_recomputed(estimator, memo)) is not None:
             heapq.heappush(waiting, again)
@@ -366,7 +297,7 @@ class _RuledOut:
         self._smallest[key] = min(self._smallest.get(key, size), size)
 
     def holds(self, one: "_Waiting") -> bool:
-        """Whether this layout cannot fit, because it did not with a microbatch that is as small or smaller."""
+        """Whether `one` cannot fit, because the same layout with the same or a smaller microbatch did not fit."""
         size = one.config.train.micro_batch_size
         return size >= self._smallest.get(self._key(one), size + 1)
 
@@ -374,6 +305,11 @@ class _RuledOut:
     def _key(one: "_Waiting") -> tuple[object, ...]:
         parallel = one.config.parallel
         return one.sizes, parallel.zero, parallel.sequence_parallel, parallel.layers_per_stage, one.config.schedule.name
+
+
+def _may_fit_in_a_stage(memory: Prediction, usable: int) -> bool:
+    """Whether every rank would fit without parameters and gradients; no ZeRO stage leaves a rank with less."""
+    return all(rank.total - rank.parameters - rank.gradients <= usable for rank in memory.ranks)
 
 
 def _too_large(total: int, usable: int, memory: Prediction | None) -> str:
@@ -401,9 +337,9 @@ class _Waiting:
         return (self.time.seconds, self.number) < (other.time.seconds, other.number)
 
     def least_state(self, num_params: int, usable: int) -> int:
-        """Return the bytes that a rank's parameters, gradients and optimizer state take at least, if they exceed `usable` bytes.
+        """Compute the least bytes that a rank's parameters, gradients and optimizer state take; 0 if they are within `usable`.
 
-        Else return 0: the layout may fit. Parameters and gradients are divided by the ranks that share the model, and by all
+        Parameters and gradients are divided by the ranks that share the model, and by all
         ranks as far as `parallel.zero` cuts them; the optimizer's state is divided by all ranks.
         """
         element = 2 if self.config.precision.dtype in ("bf16", "fp16") else 4
@@ -418,13 +354,13 @@ class _Waiting:
         least += even * 4
         return least if least > usable else 0
 
-    def most_recomputed(self) -> Config:
+    def most_recomputed(self, memo: Memo) -> Config:
         """Return the configuration with the choice that recomputes most."""
-        *_, most = candidates(self.config, self.sizes)
+        *_, most = candidates(self.config, self.sizes, memo)
         return self.config.model_copy(update={"recompute": most})
 
     def next_zero(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
-        """Return the same layout without recomputation in the next ZeRO stage; None if that is illegal or divides nothing."""
+        """Return the same layout without recomputation in the next ZeRO stage; None if that is illegal or dp has one rank."""
         sizes, zero = self.sizes, self.config.parallel.zero + 1
         parallel = self.config.parallel.model_copy(update={"zero": zero})
         config = self.config.model_copy(update={"parallel": parallel})
@@ -436,7 +372,7 @@ class _Waiting:
     def next_recomputed(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
         """Return the same layout with the next recomputation choice and its time; None if no choice is left."""
         if self.choices is None:
-            self.choices = candidates(self.config, self.sizes)
+            self.choices = candidates(self.config, self.sizes, memo)
             next(self.choices)
         choice = next(self.choices, None)
         if choice is None:
@@ -445,56 +381,3 @@ class _Waiting:
         return _Waiting(
             estimator.closed_form(config, self.sizes, memo=memo), self.number, config, self.sizes, self.choices
         )
-
-
-def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
-    """List the pairs (ep, etp) whose product divides a stage's tp x `others` ranks, where `others` is cp x dp.
-
-    Each set of experts is then whole. A dense model has (1, 1) alone.
-    """
-    moe = config.model.moe
-    if moe is None:
-        return [(1, 1)]
-    cuts = product(divisors(moe.num_experts, 1), dict.fromkeys((1, tp)))
-    return [(ep, etp) for ep, etp in cuts if tp * others % (ep * etp) == 0]
-
-
-def _micro_batches(config: Config, dp: int, cp: int) -> list[int]:
-    """List the micro batch sizes that divide a pipeline's samples per step and have at most `MOST_TOKENS` tokens per rank."""
-    most = max(1, MOST_TOKENS * cp // config.model.seq_length)
-    return [size for size in divisors(config.train.global_batch_size // dp, 1) if size <= most]
-
-
-def _stages(config: Config, pp: int, memo: Memo) -> Iterator[Stages]:
-    """Yield each (vpp, schedule, layers per stage) to try for a pipeline of `pp` ranks; a single one for one rank.
-
-    A larger vpp is skipped if a smaller one has no more work on its busiest rank and in its deepest chunk. The larger vpp would
-    add time slots to the schedule, and no slot would be shorter.
-    """
-    if pp == 1:
-        yield 1, "auto", None
-        return
-    for name in IS_INTERLEAVED:
-        if name in NEVER_FASTER:
-            continue
-        fewer: dict[Cut, list[tuple[int, int]]] = {None: [], "auto": []}
-        for vpp in range(1, config.model.num_layers // pp + 1):
-            if any(schedule_problems(name, vpp)):
-                continue
-            even, balanced = (_counts(config, pp, vpp, name, cut, memo) for cut in CUTS)
-            for cut, counts in zip(CUTS, (even, balanced), strict=True):
-                # All ranks wait for the busiest one, and in a slot for the deepest chunk.
-                work = work_of_cut(config, pp, vpp, counts, is_v=name in RUNS_IN_A_V)
-                if any(load <= work[0] and depth <= work[1] for load, depth in fewer[cut]):
-                    continue
-                fewer[cut].append(work)
-                if cut is None or balanced != even:
-                    yield vpp, name, cut
-
-
-def _counts(config: Config, pp: int, vpp: int, name: str, cut: Cut, memo: Memo) -> tuple[int, ...]:
-    """Count the layers in each of a pipeline's stages."""
-    parallel = config.parallel.model_copy(update={"pp": pp, "vpp": vpp, "layers_per_stage": cut})
-    schedule = config.schedule.model_copy(update={"name": name})
-    trial = config.model_copy(update={"parallel": parallel, "schedule": schedule})
-    return tuple(stage.num_own for stage in stages_of(trial, memo))

@@ -84,8 +84,8 @@ def observe(
         folder: folder shared by all ranks. The reference writes its files there, and a layout's ranks read them.
         is_reference: True: write whole tensors; False: compare this rank's parts with them.
         sites: names of the outputs to compare, such as `layers.0.mlp`; None: all.
-        noise_of: the reference's dtype, only in the run in a wider dtype that measures rounding. Its first weights are rounded to
-            this dtype. None in other runs.
+        noise_of: the reference's dtype, in the run that measures its rounding: that run computes in a wider dtype, from weights
+            rounded to this one. None in other runs.
     """
     engine = build(config, topology, build_chunks)
     if noise_of is None:

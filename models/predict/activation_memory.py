@@ -243,7 +243,7 @@ def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int], lo
     known, found = dict[tuple[object, bool], tuple[int, int]](), []
     seen: set[Rotary | None] = set()
     for layer in layers:
-        rotary = config.model.kinds[layer].rotary
+        rotary = config.model.layer_kind(layer).rotary
         key = layer_sort(config, layer), rotary not in seen
         seen.add(rotary)
         if key not in known:

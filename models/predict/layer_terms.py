@@ -153,4 +153,4 @@ def paper_per_token(terms: Sequence[Term]) -> Fraction:
 
 
 def layer_sort(config: Config, layer: int) -> LayerSort:
-    return LayerSort(config.model.kinds[layer], is_in_fp8(config, layer))
+    return LayerSort(config.model.layer_kind(layer), is_in_fp8(config, layer))

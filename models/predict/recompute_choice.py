@@ -17,6 +17,7 @@ A GEMM's cost grows with its inner width, an elementwise function's does not. So
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from triaxis.engine.config.activations import RecomputeConfig, recomputed_parts_exist
 from triaxis.engine.config.layer_products import layer_products
@@ -175,20 +176,29 @@ def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> Recompute
     return RecomputeConfig.model_validate({**stays, **choice})
 
 
-def candidates(config: Config, sizes: ParallelSizes) -> Iterator[RecomputeConfig]:
+def candidates(
+    config: Config, sizes: ParallelSizes, memo: dict[object, Any] | None = None
+) -> Iterator[RecomputeConfig]:
     """Yield the choices that `recompute.granularity = auto` tries, in order.
 
     The first recomputes nothing. The next ones recompute more and more parts of every layer, cheapest first. The last ones
     recompute more and more whole layers of every chunk, and all of these parts in the other layers. With deferred weight
     gradients, no whole layers are recomputed.
+
+    Args:
+        memo: cache of this run's predictions with other layouts and batch sizes; read and filled.
     """
     yield choice_for_layers(config.recompute)
-    parts = worthwhile_parts(config, sizes)
+    memo, parallel = {} if memo is None else memo, config.parallel
+    key = ("parts", sizes.tp, sizes.cp, sizes.ep, sizes.etp, parallel.sequence_parallel, config.train.micro_batch_size)
+    if key not in memo:
+        memo[key] = worthwhile_parts(config, sizes)
+    parts: list[str] = memo[key]
     for count in range(1, len(parts) + 1):
         yield choice_for_layers(config.recompute, granularity="selective", modules=parts[:count])
     if config.schedule.defers_weight_gradients:
         return
-    for num_layers in range(1, max(len(stage.layers) for stage in stages_of(config)) + 1):
+    for num_layers in range(1, max(len(stage.layers) for stage in stages_of(config, memo)) + 1):
         yield choice_for_layers(
             config.recompute, granularity="full", method="block", num_layers=num_layers, modules=parts
         )

@@ -1,6 +1,7 @@
 """The planner's search: the same layouts as looking at every memory, reasons for the others, and a config that runs."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +23,8 @@ from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.launch.cli import main
 from triaxis.launch.planning import search as planning
-from triaxis.launch.planning.search import Plan, layouts, search
+from triaxis.launch.planning.legal_layouts import legal_layouts
+from triaxis.launch.planning.search import Plan, search
 from triaxis.models.predict.cut import Memo
 from triaxis.models.predict.rank_memory import predict
 from triaxis.models.predict.recompute_choice import candidates
@@ -66,7 +68,7 @@ def in_stage(trial: Config, sizes: ParallelSizes, zero: int, usable: int) -> Con
 def all_that_fit(config: Config, usable: int) -> list[tuple[float, str]]:
     """Try every layout in every stage that is needed, with every recomputation, and keep the fastest of each that fits."""
     estimator, found = Estimator(CLUSTER), []
-    for trial, sizes in layouts(config, CLUSTER, Plan(CLUSTER, 0)):
+    for trial, sizes in legal_layouts(config, CLUSTER, Counter()):
         fitting = []
         for zero in (1, 2, 3) if sizes.owners("dp") > 1 else (1,):
             tried = in_stage(trial, sizes, zero, usable)
@@ -81,7 +83,7 @@ def all_that_fit(config: Config, usable: int) -> list[tuple[float, str]]:
 def test_the_search_tries_every_legal_layout_but_those_that_another_beats() -> None:
     """A count by hand: four layers over four ranks, with a head of nearly a layer's work."""
     found: dict[tuple[int, int, int], set[tuple[int, str, object, bool, int]]] = {}
-    for trial, sizes in layouts(config_of(vocab_size=50304), CLUSTER, Plan(CLUSTER, 0)):
+    for trial, sizes in legal_layouts(config_of(vocab_size=50304), CLUSTER, Counter()):
         parallel = trial.parallel
         each = sizes.vpp, trial.schedule.name, parallel.layers_per_stage, parallel.sequence_parallel
         found.setdefault((sizes.tp, sizes.cp, sizes.pp), set()).add((*each, trial.train.micro_batch_size))
@@ -97,7 +99,7 @@ def test_micro_batches_and_cp_need_not_be_powers_of_two() -> None:
     config = config_of(seq_length=1536, num_attention_heads=12, hidden_size=1536)
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 12})})
     cluster = Cluster("A100-SXM-80GB", 1, 6, 300.0, 25.0, 8.0, 1.0, 1.5)
-    sizes = {(sizes.cp, trial.train.micro_batch_size) for trial, sizes in layouts(config, cluster, Plan(cluster, 0))}
+    sizes = {(sizes.cp, trial.train.micro_batch_size) for trial, sizes in legal_layouts(config, cluster, Counter())}
     assert {(3, 1), (6, 12), (3, 3), (1, 6)} <= sizes
 
 
@@ -107,7 +109,7 @@ def test_stages_are_balanced_where_that_is_faster() -> None:
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 64})})
     trials = [
         (trial, sizes)
-        for trial, sizes in layouts(config, CLUSTER, Plan(CLUSTER, 0))
+        for trial, sizes in legal_layouts(config, CLUSTER, Counter())
         if sizes.pp == 4 and trial.train.micro_batch_size == 1
     ]
     estimator = Estimator(CLUSTER)
@@ -122,7 +124,7 @@ def test_layouts_that_share_what_is_counted_are_predicted_as_each_alone() -> Non
     config = config_of(num_layers=6, layers=["local", "global"], layer_kinds={"local": {"window": 64}})
     memo: Memo = {}
     estimator = Estimator(CLUSTER)
-    for trial, sizes in list(layouts(config, CLUSTER, Plan(CLUSTER, 0)))[::7]:
+    for trial, sizes in list(legal_layouts(config, CLUSTER, Counter()))[::7]:
         assert estimator.closed_form(trial, sizes, memo=memo) == estimator.closed_form(trial, sizes)
         assert predict(trial, sizes, memo=memo) == predict(trial, sizes)
 
@@ -135,7 +137,7 @@ def test_numbers_of_chunks_that_are_left_out_are_not_faster(num_layers: int, pp:
     estimator = Estimator(cluster)
     tried = {
         (sizes.vpp, trial.parallel.layers_per_stage)
-        for trial, sizes in layouts(config, cluster, Plan(cluster, 0))
+        for trial, sizes in legal_layouts(config, cluster, Counter())
         if sizes.pp == pp and trial.schedule.name == "interleaved"
     }
     seconds: dict[tuple[int, object], float] = {}
@@ -312,7 +314,7 @@ MOE = {
 def test_experts_are_cut_in_every_way_that_fills_the_ranks() -> None:
     found = {
         (sizes.tp, sizes.pp, sizes.ep, sizes.etp): planning.describe(trial, sizes)
-        for trial, sizes in layouts(config_of(**MOE), CLUSTER, Plan(CLUSTER, 0))
+        for trial, sizes in legal_layouts(config_of(**MOE), CLUSTER, Counter())
     }
     of_one_stage = {(tp, ep, etp) for tp, pp, ep, etp in found if pp == 1}
     assert of_one_stage == {
@@ -326,7 +328,7 @@ def test_experts_are_cut_in_every_way_that_fills_the_ranks() -> None:
 def test_layouts_with_experts_that_share_what_is_counted_are_predicted_as_each_alone() -> None:
     memo: Memo = {}
     estimator = Estimator(CLUSTER, expert_load=1.5)
-    for trial, sizes in list(layouts(config_of(**MOE), CLUSTER, Plan(CLUSTER, 0)))[::11]:
+    for trial, sizes in list(legal_layouts(config_of(**MOE), CLUSTER, Counter()))[::11]:
         assert estimator.closed_form(trial, sizes, memo=memo) == estimator.closed_form(trial, sizes)
         assert predict(trial, sizes, memo=memo) == predict(trial, sizes)
 
