@@ -2,8 +2,8 @@
 
     a row  ->  Run: numbers and words, and what it lacks  ->  Setup: cluster, software, a configuration per value of open fields
 
-A row lacks something where a prediction would be a guess: a number, a device's file, a record of its software, experts. It is then
-listed with its reasons. A header without a column, or a file that is no CSV, is an error.
+A row lacks something where a prediction would be a guess: a number, a calibrated device, a record of its software, experts. It is
+then listed with its reasons. A header without a column, or a file that is no CSV, is an error.
 """
 
 import csv
@@ -213,7 +213,7 @@ def _missing_facts(words: Mapping[str, str], numbers: Mapping[str, int]) -> Iter
     if numbers.get("ep", 1) > 1 or EXPERTS.search(words["model"]):
         yield "experts: the cost model has none"
     if device_of(words["gpu_type"]) is None:
-        yield f"a device's file for {shown(words['gpu_type'])}"
+        yield f"a calibrated device for {shown(words['gpu_type'])}"
     if _software(words) is OURS:
         yield f"a record of the software of {shown(words['source'])}"
     if words["recompute"] and RECOMPUTED.match(words["recompute"]) is None:
@@ -233,7 +233,7 @@ def _missing_facts(words: Mapping[str, str], numbers: Mapping[str, int]) -> Iter
 
 
 def device_of(gpu_type: str) -> str | None:
-    """Return the name of the shipped device that a GPU type means; None where there is none."""
+    """Return the name of the calibrated device that a GPU type means; None where there is none."""
     words = gpu_type.upper()
     if words.startswith("H100") and ("96GB" in words or "500W" in words):
         return "H100-SXM-96GB-500W"

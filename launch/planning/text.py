@@ -43,6 +43,8 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
     again = _marks([*found, *plan.pareto])
     console.print(f"{name} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.device}")
     console.print(f"memory of a GPU: {plan.memory_line}")
+    if (like := cluster.load_device().rates_as) != "":
+        console.print(f"rates: not calibrated; from data sheets, with the shares of their peak that {like} reaches")
     if (extension := best.config.model.extension) is not None:
         console.print("\n".join(["extension", *(f"  {line}" for line in extension.lines)]))
     not_fitting = f"; {plan.num_too_large:,} that are as fast do not fit" if plan.num_too_large else ""

@@ -47,9 +47,18 @@ class Cluster:
         return load_device(self.device)
 
 
-# Links per device and direction: data sheets of DGX A100 (600 GB/s both ways, 200 Gbit/s a GPU) and DGX H100 (900, 400).
-# The price is an example; replace it with your own.
-_LINKS = {"A100": (300.0, 25.0, 1.5), "H100": (450.0, 50.0, 2.5), "H200": (450.0, 50.0, 3.0)}
+# Links per device and direction: data sheets of DGX A100 (600 GB/s both ways, 200 Gbit/s a GPU), DGX H100 (900, 400), DGX B200 and
+# GB200 NVL72 (1,800, 400). The price is an example; replace it with your own.
+_LINKS = {
+    "A100": (300.0, 25.0, 1.5),
+    "H100": (450.0, 50.0, 2.5),
+    "H200": (450.0, 50.0, 3.0),
+    "B200": (900.0, 50.0, 4.5),
+    "GB200": (900.0, 50.0, 5.0),
+}
+
+_PER_NODE = {"GB200": 72}
+"""GPUs that share NVLink, where these are not `GPUS_PER_NODE`."""
 
 
 _TORCH_NAMES = {
@@ -131,13 +140,13 @@ def cluster_of(text: str) -> Cluster:
     names = [name for name in known if name.upper() == wanted]
     names = names or [name for name in known if name.upper().startswith(f"{wanted}-SXM")]
     if not names:
-        raise ConfigError([f"{asked} is no device with usual links and measured rates. {_forms(match[1])}"], "--gpus")
-    per_node = min(count, GPUS_PER_NODE)
-    if count % per_node:
-        raise ConfigError([f"{count} devices do not fill nodes of {per_node}: write a cluster file."], "--gpus")
+        raise ConfigError([f"{asked} is no device with usual links. {_forms(match[1])}"], "--gpus")
     # A plain model such as H100 means the device with the usual memory: 80 GB, else the shortest name.
     family = _family(names[0])
     name = min(names, key=lambda name: (name != f"{family}-SXM-80GB", len(name)))
+    per_node = min(count, _PER_NODE.get(family, GPUS_PER_NODE))
+    if count % per_node:
+        raise ConfigError([f"{count} devices do not fill nodes of {per_node}: write a cluster file."], "--gpus")
     nvlink, network, price = _LINKS[family]
     return Cluster(name, count // per_node, per_node, nvlink, network, 8.0, 1.0, price)
 

@@ -83,6 +83,7 @@ class Device:
         collective_processors: processors that a collective takes from the kernels beside it.
         sustained_share: share of measured rates that a device under constant load keeps at its power limit.
         fill_k: inner size at which filling the pipeline takes half of a bf16 tile's time.
+        rates_as: device whose shares of peak, in GEMMs and attention, this one is assumed to reach; "": its rates are measured.
         digest: first digits of the file's SHA-256.
     """
 
@@ -104,6 +105,7 @@ class Device:
     tiles: tuple[Tile, ...]
     gemm: tuple[GemmRow, ...]
     attention: tuple[AttentionRow, ...]
+    rates_as: str = ""
     digest: str = ""
 
     @property
@@ -271,18 +273,26 @@ def load_device(name_or_path: str | Path) -> Device:
 def _read(path: Path, changed: int) -> Device:
     text = read_regular(path).decode()
     values = read_yaml(text)
-    missing = [name for name in Device.__dataclass_fields__ if name != "digest" and name not in (values or {})]
+    given = {"digest", "rates_as", *(values or {}), *(("gemm", "attention") if (values or {}).get("rates_as") else ())}
+    missing = [name for name in Device.__dataclass_fields__ if name not in given]
     if missing:
         raise ConfigError(
             [f"{path}: {', '.join(missing)} missing: a device needs every rate. Compare a file of {DEVICES}."]
         )
     values["tiles"] = tuple(Tile(*tile) for tile in values["tiles"])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    if values.get("rates_as"):
+        like = load_device(values["rates_as"])
+        faster = {dtype: peak / like.peak_tflops[dtype] for dtype, peak in values["peak_tflops"].items()}
+        gemm = tuple(row._replace(tflops=row.tflops * faster[row.dtype]) for row in like.gemm)
+        attention = tuple(row._replace(tflops=row.tflops * faster["bf16"]) for row in like.attention)
+        return Device(**values, gemm=gemm, attention=attention, digest=digest)
     values["gemm"] = tuple(GemmRow(**row) for row in values["gemm"])
     values["attention"] = tuple(
         AttentionRow(row["kernel"], row["pass"], row["head"], row["seq"], row["tflops"], row["source"])
         for row in values["attention"]
     )
-    return Device(**values, digest=hashlib.sha256(text.encode()).hexdigest()[:12])
+    return Device(**values, digest=digest)
 
 
 def _folder() -> Path:

@@ -55,9 +55,9 @@ def test_what_may_be_written_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as error:
         cluster_of("64")
     assert "64 devices of which kind?" in str(error.value)
-    assert "Write 64xA100 or 64xH100 or 64xH200, or one of A100-SXM-80GB," in str(error.value)
-    with pytest.raises(ConfigError, match=r"B200 is no device with usual links and measured rates\. Write 8xA100 or"):
-        cluster_of("8xB200")
+    assert "Write 64xA100 or 64xB200 or 64xGB200 or 64xH100 or 64xH200, or one of A100-SXM-80GB," in str(error.value)
+    with pytest.raises(ConfigError, match=r"B300 is no device with usual links\. Write 8xA100 or"):
+        cluster_of("8xB300")
     # As in an installation without the sources.
     monkeypatch.setattr(cluster, "device_names", list)
     monkeypatch.setattr(device, "device_names", list)
@@ -65,3 +65,9 @@ def test_what_may_be_written_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="This installation has no configs/devices") as error:
             refused()
         assert "There are" not in str(error.value)
+
+
+def test_gpus_that_share_nvlink_are_a_node() -> None:
+    assert (cluster_of("144xGB200").nodes, cluster_of("144xB200").nodes) == (2, 18)
+    with pytest.raises(ConfigError, match="do not fill nodes of 72"):
+        cluster_of("80xGB200")

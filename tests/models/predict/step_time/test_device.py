@@ -99,3 +99,15 @@ def test_state_from_host_memory_takes_what_the_update_does_not_hide() -> None:
     assert H100.streamed_seconds(3.0, 2 * rate, 0.1 * rate) == pytest.approx(3.0 + 0.1 + 0.1)
     alone = replace(H100, copies_beside=False).streamed_seconds(1.0, 2 * rate, 0.1 * rate)
     assert alone == pytest.approx(1.0 + 2.0 + 2.0), "a CPU copies in turn"
+
+
+def test_a_device_without_measured_rates_reaches_another_s_shares_of_peak() -> None:
+    b200 = load_device("B200-SXM-180GB")
+    assert b200.rates_as == H100.name and len(b200.gemm) == len(H100.gemm)
+    for mine, measured in zip(b200.gemm, H100.gemm, strict=True):
+        shares = [
+            row.tflops / peak[row.dtype] for row, peak in ((mine, b200.peak_tflops), (measured, H100.peak_tflops))
+        ]
+        assert shares[0] == pytest.approx(shares[1])
+    faster = b200.peak_tflops["bf16"] / H100.peak_tflops["bf16"]
+    assert b200.attention_tflops("cudnn", "forward", 128, 2048) == pytest.approx(faster * 484 * b200.sustained_share)
