@@ -20,7 +20,7 @@ Elementwise kernels are charged the bytes of every tensor that they read or writ
 measured rates include memory traffic.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from triaxis.engine.config.context_parallel import exposed_share, gathers_keys, heads_of_pieces, local_kv_heads
@@ -90,7 +90,7 @@ class LayerWork:
         again_bytes, again_gemms: elementwise bytes and GEMMs that selective recomputation repeats, without attention's core.
         core_again: attention's core is recomputed.
         experts: the routed experts' work; None: the layer has none.
-        branches: tp traffic over that of a dense layer: 1, or 0.5 if the layer has routed but no shared experts.
+        wires: traffic over tp.
         head_size, keys_length: head size and key length that select attention's rate.
         more: factor on GEMM seconds, 1 without an extension: FLOPs with an extension's parts over the built-in layer's.
         sent: extra traffic over tp that an extension's parts send.
@@ -105,7 +105,7 @@ class LayerWork:
     again_gemms: tuple[Gemm, ...]
     core_again: bool
     experts: ExpertWork | None
-    branches: float
+    wires: "TensorParallelWires"
     head_size: int
     keys_length: int
     more: float
@@ -211,7 +211,7 @@ def layer_work(
         ),
         core_again="attention" in parts,
         experts=experts,
-        branches=1.0 if f else 0.5,
+        wires=tensor_parallel_wires(config, sizes, layer),
         head_size=model.head_size,
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
         more=1 + 2 * own.weights * rows / t / sum(gemm.flops for gemm in gemms.values()),
@@ -279,22 +279,23 @@ class TensorParallelWires:
     leaving: Wire
     deferred: Wire
 
-    def times(self, count: float) -> "TensorParallelWires":
-        """Multiply the layer's traffic by `count`."""
-        parts = (self.forward, self.entering, self.regathered, self.leaving, self.deferred)
-        return TensorParallelWires(*(wire.times(count) for wire in parts))
 
-
-def tensor_parallel_wires(config: Config, sizes: ParallelSizes) -> TensorParallelWires:
+def tensor_parallel_wires(config: Config, sizes: ParallelSizes, layer: int = 0) -> TensorParallelWires:
     """Count one layer's traffic over tp, as `models/predict/traffic.py` does for a whole step."""
     if sizes.tp == 1:
         return TensorParallelWires(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
-    half = activation_bytes(config) * (sizes.tp - 1) / sizes.tp
-    # Inputs of attention's products and the MLP's. Key latents are not gathered again.
-    mla, h = config.model.mla, config.model.hidden_size
-    again = Wire(2 * half, 2) if mla is None else Wire(half * (1 + (mla.q_lora_rank or h) / h), 2)
-    enters = again if mla is None else again + Wire(half * mla.cached_size / h, 1)
-    pair = Wire(2 * half, 2)
+    model = config.model
+    products = layer_products(model, model.layer_kind(layer), sizes.tp)
+    each = tokens_of_microbatch(config) * element_bytes(config) * (sizes.tp - 1) / sizes.tp
+
+    def sent(widths: Sequence[int]) -> Wire:
+        return Wire(each * sum(widths), len(widths))
+
+    # Key latents enter without a product, for whose weight they would be gathered again.
+    entering = [product.k for product in products if product.kind == "column"]
+    latents = [] if model.mla is None else [model.mla.cached_size]
+    again, enters = sent(entering), sent([*entering, *latents])
+    pair = sent([model.hidden_size for product in products if product.kind == "row"])
     if not config.parallel.sequence_parallel:
         return TensorParallelWires(
             Wire(2 * pair.bytes, pair.calls), NOTHING, NOTHING, Wire(2 * enters.bytes, enters.calls), NOTHING

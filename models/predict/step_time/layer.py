@@ -20,7 +20,6 @@ from triaxis.models.predict.step_time.facts import (
     activation_bytes,
     context_parallel_wires,
     element_bytes,
-    tensor_parallel_wires,
 )
 from triaxis.models.predict.step_time.implementation import Implementation
 from triaxis.models.predict.step_time.links import Link, Links, Wire
@@ -64,7 +63,6 @@ class LayerTimer:
         self.config, self.sizes, self.device, self.implementation = config, sizes, device, implementation
         self._tp, self._cp, self._experts = links.of_axes("tp"), links.of_axes("cp"), links.of_experts()
         self._dtype = "fp8" if implementation.fp8 else config.precision.dtype
-        self._tp_wires: TensorParallelWires = tensor_parallel_wires(config, sizes)
         self._cp_wires: ContextParallelWires = context_parallel_wires(config, sizes)
 
     def stream(self, num_bytes: float) -> float:
@@ -92,7 +90,7 @@ class LayerTimer:
             forward = work.more * self.products(self._pieces(work.gemms))[0] * self.sizes.tp
         core, core_back = self.core(work)
         launches = self.launches(self.implementation.kernels_per_layer)
-        forward_exposed = self._forward_tp(forward, work.branches)
+        forward_exposed = self._forward_tp(forward, work.wires.forward)
         computed = forward + core + self.stream(work.forward_bytes) + launches
         again = self.stream(work.again_bytes) + sum(self._gemm(gemm.m, gemm.n, gemm.k) for gemm in work.again_gemms)
         again += core if work.core_again and not self.implementation.selective_products else 0.0
@@ -111,7 +109,7 @@ class LayerTimer:
             },
             weight_grad={"compute": weight_grad + launches, "tp": 0.0},
         )
-        seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad, work.branches)
+        seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad, work.wires)
         seconds.forward["tp"] += self._tp_seconds(work.sent)
         if work.experts is not None:
             self._add_experts(seconds, work, work.experts)
@@ -238,15 +236,14 @@ class LayerTimer:
         first = seconds / self.sizes.tp if pieces else 0.0
         return first + self.device.beyond(seconds - first, products)
 
-    def _forward_tp(self, forward: float, branches: float) -> float:
-        wire = self._tp_wires.forward.times(branches)
+    def _forward_tp(self, forward: float, wire: Wire) -> float:
         if not self._in_pieces:
             return self._tp_seconds(wire)
         return self._beside(wire, forward, pieces=True)
 
-    def _backward_tp(self, input_grad: float, weight_grad: float, branches: float) -> tuple[float, float]:
+    def _backward_tp(self, input_grad: float, weight_grad: float, wires: TensorParallelWires) -> tuple[float, float]:
         """Compute the seconds of tp traffic that a layer's backward exposes: (in the input gradient, in the weight gradient)."""
-        wires, how = self._tp_wires.times(branches), self.implementation
+        how = self.implementation
         # Two of the four products of each kind belong to column-parallel layers.
         column_input, column_weight = input_grad / 2, weight_grad / 2
         if self.config.schedule.defers_weight_gradients:
