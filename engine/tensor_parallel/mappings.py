@@ -62,7 +62,7 @@ class TensorParallelRegion:
         return Pending(kept) if self.keeps_gathered else self.enter(kept, purpose)
 
     def enter_backward(self, grad: torch.Tensor, purpose: str) -> Pending:
-        """Post the backward of f or f': partial sums [s, b, h] -> [s (/t), b, h]. May reduce `grad` in place."""
+        """Post the backward of `enter`, a sum over tp: [s, b, h] -> [s, b, h], or a shard [s / t, b, h]. May reduce in place."""
         if self.sequence_parallel:
             return self.axis.reduce_scatter(grad, purpose)
         return self.axis.all_reduce(grad, purpose)
@@ -74,7 +74,7 @@ class TensorParallelRegion:
         return self.axis.all_reduce(partial, purpose)
 
     def leave_backward(self, grad: torch.Tensor, purpose: str) -> Pending:
-        """Post the backward of g or g': [s (/t), b, h] -> [s, b, h]."""
+        """Post the backward of `leave`, an all-gather [s / t, b, h] -> [s, b, h]; nothing without sequence parallelism."""
         return self.axis.all_gather(grad, purpose) if self.sequence_parallel else Pending(grad)
 
     def shard_of_sequence(self, length: int) -> slice:
