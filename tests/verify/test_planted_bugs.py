@@ -38,7 +38,7 @@ def is_named(bug: Bug, verdict: Verdict) -> bool:
     return first.what == bug.what and all(bug.names(one.name) for one in wrong)
 
 
-KINDS = ("gradient", "output", "master", "gradient norm", "parameter", "samples", "start", "loss", "routing")
+KINDS = ("gradient", "output", "master", "gradient norm", "parameter", "samples", "start", "loss", "routing", "exp_avg")
 """What can differ first."""
 
 IN_CI = [next(number for number, bug in enumerate(BUGS) if bug.what == kind) for kind in KINDS]
