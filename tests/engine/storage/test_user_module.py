@@ -24,6 +24,12 @@ def written(folder: Path, name: str, text: str) -> str:
     return str(path)
 
 
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the modules' folders, one of which has a torch.py, from the processes that later tests start."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 def loaded_from(source: str) -> object:
     return load(source, find_sources(source).digest())
 
