@@ -17,6 +17,8 @@ computes whole rows' keys and values from them. A layer then sends 2 t (kv_lora_
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
+from triaxis.engine.config.layer_products import kv_heads_on_rank
+
 if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
 
@@ -34,8 +36,8 @@ def heads_of_pieces(num_kv_heads: int) -> list[int]:
 
 
 def local_kv_heads(config: "Config") -> int:
-    """Count a tensor-parallel rank's key/value heads; if the model has fewer heads than tp, each rank has one."""
-    return max(1, config.model.kv_heads // config.parallel.tp)
+    """Count a tensor-parallel rank's key/value heads in the run's layout."""
+    return kv_heads_on_rank(config.model, config.parallel.tp)
 
 
 def exposed_share(num_kv_heads: int) -> Fraction:

@@ -1,6 +1,5 @@
 """The `precision.fp8` section and its rules: linear layers whose GEMMs take FP8 operands."""
 
-import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
@@ -96,7 +95,7 @@ def linears_of(config: "Config", layer: int) -> list[str]:
     """List the names of a layer's linear layers that may be in FP8: in its attention, and in its MLP or shared experts."""
     model = config.model
     names = [product.name for product in layer_products(model, model.layer_kind(layer)) if product.may_be_fp8]
-    return [re.sub(r"(mlp.*)\.up$", r"\1.gate_up", name) for name in names] if model.activation_kind.is_gated else names
+    return [name.replace(".up", ".gate_up") for name in names] if model.activation_kind.is_gated else names
 
 
 def fp8_has_layers(subject: Subject) -> Iterator[Problem]:

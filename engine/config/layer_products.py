@@ -48,13 +48,18 @@ class Product:
         return self.k * self.n
 
 
+def kv_heads_on_rank(model: "ModelConfig", t: int) -> int:
+    """Count the key/value heads on one of `t` tensor-parallel ranks; if the model has fewer heads than ranks, each has one."""
+    return max(1, model.kv_heads // t)
+
+
 def layer_products(model: "ModelConfig", kind: "LayerKind", t: int = 1) -> list[Product]:
     """List a layer's products on one of `t` tensor-parallel ranks, in forward order."""
     h, heads, mla, moe = model.hidden_size, model.num_attention_heads // t, model.mla, model.moe
     products = [Product("mtp.projection", 2 * h, h, "own", may_be_fp8=False)] if kind.is_mtp else []
     if mla is None:
-        kv_heads = max(model.kv_heads // t, 1)
-        products.append(Product("attention.qkv", h, (heads + 2 * kv_heads) * model.head_size, "column"))
+        width = (heads + 2 * kv_heads_on_rank(model, t)) * model.head_size
+        products.append(Product("attention.qkv", h, width, "column"))
     else:
         made = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         products += [

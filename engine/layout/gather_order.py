@@ -51,7 +51,7 @@ class GatherOrder:
         The caller no longer needs the bucket in the slot. From now on, this object counts the returned bucket as in the slot.
         """
         following = self._last - 1
-        if self._slots > 1 or following < 0 or self._held[0] != self._last:
+        if following < 0 or self._held[0] != self._last:
             return None
         self._held[0] = following
         return following

@@ -1,6 +1,8 @@
 """List the legal layouts of a run on a cluster: the candidates for a search (`launch/planning/search.py`).
 
-tp x cp x pp x dp x ep x etp, sequence parallelism  ->  micro batch  ->  chunks, schedule, layers per stage  ->  rules
+Sizes come first, and what breaks a rule about sizes alone is left out at once:
+
+    tp x cp x pp x dp x ep x etp, sequence parallelism  ->  micro batch  ->  chunks, schedule, layers per stage  ->  rules
 """
 
 from collections import Counter

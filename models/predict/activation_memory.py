@@ -173,8 +173,8 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
     if model.parallel_block and not (model.norms_before or is_kept_gathered):
         listed.add(("mlp.up", "input"))
     is_sent_in_fp8 = is_in_fp8(config, layer) and sends_fp8(config, at)
-    is_scaled = model.hidden_dropout or model.norms_after or model.residual_multiplier != 1.0 or is_sent_in_fp8
-    if model.parallel_block and not is_scaled and products[-1].name != "attention.proj":
+    has_operator = model.hidden_dropout or model.norms_after or model.residual_multiplier != 1.0 or is_sent_in_fp8
+    if model.parallel_block and not has_operator and products[-1].name != "attention.proj":
         listed.add(("attention.proj", "gradient"))
     terms = [term for term in terms if (term.module, term.tensor) not in listed]
     terms += deferred_expert_terms(config, at, sizes, load) if kind.has_experts else []

@@ -193,10 +193,8 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
         tally.add("tp", "activations", "reduce_scatter" if is_cut else "all_reduce", t, element * numel, calls)
 
     for place, layer in enumerate(layers):
-        forwards, products = (
-            m * (1 + (place < recomputed)),
-            layer_products(config.model, config.model.layer_kind(layer), t),
-        )
+        forwards = m * (1 + (place < recomputed))
+        products = layer_products(config.model, config.model.layer_kind(layer), t)
         of_product = 1 if layer in in_fp8 else element
         rows = sum(product.kind == "row" for product in products)
         summed(config.model.hidden_size * tokens, forwards * rows)

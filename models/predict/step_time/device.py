@@ -272,9 +272,9 @@ def load_device(name_or_path: str | Path) -> Device:
 @cache
 def _read(path: Path, changed: int) -> Device:
     text = read_regular(path).decode()
-    values = read_yaml(text)
-    given = {"digest", "rates_as", *(values or {}), *(("gemm", "attention") if (values or {}).get("rates_as") else ())}
-    missing = [name for name in Device.__dataclass_fields__ if name not in given]
+    values = read_yaml(text) or {}
+    optional = {"digest", "rates_as"} | ({"gemm", "attention"} if values.get("rates_as") else set())
+    missing = [name for name in Device.__dataclass_fields__ if name not in optional and name not in values]
     if missing:
         raise ConfigError(
             [f"{path}: {', '.join(missing)} missing: a device needs every rate. Compare a file of {DEVICES}."]
