@@ -9,6 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.page_locked import is_page_locked
 from triaxis.engine.activations.offload import HostMemory
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.activations.saving_hooks import SavingHooks
@@ -297,4 +298,4 @@ def test_a_gpu_copies_beside_its_work_and_never_waits(parts: Sequence[str]) -> N
         torch.cuda.set_sync_debug_mode("default")
     for each in found:
         assert all(torch.equal(a, b) for a, b in zip(each, expected, strict=True))
-    assert host.num_free > 0 and all(buffer.is_pinned() for buffer in host.pool.vectors)
+    assert host.num_free > 0 and all(is_page_locked(buffer) for buffer in host.pool.vectors)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.page_locked import is_page_locked
 from triaxis.engine.device.pinned_memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
@@ -195,7 +196,7 @@ def test_a_gpu_copies_to_locked_memory_while_the_host_goes_on() -> None:
     device = torch.device("cuda")
     buffer = PinnedBuffer([(2**20, torch.float32), (3, torch.bfloat16)], page_lock_of(device), PURPOSE)
     vector = buffer.vectors[0]
-    assert all(vector.is_pinned() for vector in buffer.vectors)
+    assert all(is_page_locked(vector) for vector in buffer.vectors)
     source = torch.full((2**20,), 7.0, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
@@ -205,5 +206,5 @@ def test_a_gpu_copies_to_locked_memory_while_the_host_goes_on() -> None:
     done.synchronize()
     assert (vector == 7).all()
     buffer.close()
-    assert not vector.is_pinned()
+    assert not is_page_locked(vector)
     assert vector.sum() == 7 * 2**20, "it is still mapped"
