@@ -59,7 +59,8 @@ class StepProfiler(StepWatcher):
         if part == FIRST:
             self._step += 1
             if self._step in self._steps and self._profile is None:
-                self._profile = profile(activities=self._activities)
+                # `acc_events`: torch 2.11 warns at the start of a trace's only cycle without it.
+                self._profile = profile(activities=self._activities, acc_events=True)
                 self._profile.start()
             elif self._step not in self._steps:
                 self.close()
