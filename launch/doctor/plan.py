@@ -73,7 +73,7 @@ def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
 
 
 def _called_bytes(op: str, size: int, wire: int) -> int:
-    """Compute a call's tensor bytes from the bytes that a rank sends: the inverse of `models.predict.traffic.wire_bytes`."""
+    """Compute a call's tensor bytes from the bytes that a rank sends: the inverse of `models.predict.layer_calls.wire_bytes`."""
     if op == "all_reduce":
         return wire * size // (2 * (size - 1))
     if op in ("reduce_scatter", "all_to_all", "all_to_all_rows"):

@@ -42,7 +42,6 @@ from triaxis.engine.comm.ledger import (
     REPLICA_GRADIENTS,
     Event,
 )
-from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
 from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
 from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.moe import dispatch_of
@@ -55,9 +54,15 @@ from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Kind
 from triaxis.models.predict.experts.traffic import TOKENS, Choices, Passes, expert_calls, row_calls
+from triaxis.models.predict.layer_calls import context_parallel_calls, tensor_parallel_calls, wire_bytes
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.state_memory import held_records
-from triaxis.models.predict.terms import BYTES_PER_ELEMENT, recomputed_layers, tokens_of_microbatch
+from triaxis.models.predict.terms import (
+    BYTES_PER_ELEMENT,
+    accumulation_bytes,
+    recomputed_layers,
+    tokens_of_microbatch,
+)
 from triaxis.models.specs import HEAD, WORD_EMBEDDING, StageContents
 
 COUNT_BYTES = 8
@@ -82,22 +87,6 @@ class Volume:
 
     calls: int
     wire_bytes: int
-
-
-def wire_bytes(op: str, size: int, num_bytes: int) -> int:
-    """Compute the bytes that a rank sends in one call over a ring of `size` ranks; 0 for a receive.
-
-    `num_bytes` is the size that the ledger records: for an all-gather the shard's, for exchanged rows that of rows to other ranks,
-    else the whole tensor's.
-    """
-    if op == "all_reduce":
-        return 2 * (size - 1) * num_bytes // size
-    if op in ("reduce_scatter", "all_to_all"):
-        return (size - 1) * num_bytes // size
-    if op == "all_gather":
-        return (size - 1) * num_bytes
-    # Rows are counted without those that stay on the rank.
-    return num_bytes if op in ("send", "all_to_all_rows") else 0
 
 
 class _Tally:
@@ -176,77 +165,33 @@ def _deferred_microbatches(config: Config, sizes: ParallelSizes, stage: int) -> 
 def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number: int, stage: StageContents) -> None:
     """Add a stage's calls over tp, in the forward, recomputation and backward; `number` is the stage's index."""
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
-    whole = _activation_bytes(config, part_length(config))
-    element = BYTES_PER_ELEMENT[config.precision.dtype]
-    tokens = tokens_of_microbatch(config)
     layers, recomputed = stage.layers, recomputed_layers(config, stage)
-    is_cut, mla = config.parallel.sequence_parallel, config.model.mla
-    regathered = config.recompute.gathered_inputs != "keep"
-    deferred = _deferred_microbatches(config, sizes, number)
-    in_fp8 = fp8_layers(config) if config.precision.fp8 is not None and config.precision.fp8.gather == "fp8" else ()
-
-    def gather(numel: int, calls: int, num_bytes: int = element) -> None:
-        tally.add("tp", "activations", "all_gather", t, num_bytes * numel // t, calls)
-
-    def summed(numel: int, calls: int) -> None:
-        """Add the sum that follows a product: with sequence parallelism, each rank gets a shard of it."""
-        tally.add("tp", "activations", "reduce_scatter" if is_cut else "all_reduce", t, element * numel, calls)
-
+    times = dict.fromkeys(("entering", "regathered", "leaving"), m)
+    times["deferred"] = _deferred_microbatches(config, sizes, number)
     for place, layer in enumerate(layers):
-        forwards = m * (1 + (place < recomputed))
-        products = layer_products(config.model, config.model.layer_kind(layer), t)
-        of_product = 1 if layer in in_fp8 else element
-        rows = sum(product.kind == "row" for product in products)
-        summed(config.model.hidden_size * tokens, forwards * rows)
-        # Inputs of column-parallel layers; then latents, for whose weight nothing is gathered again.
-        entering = [(product.k * tokens, of_product, regathered) for product in products if product.kind == "column"]
-        entering += [] if mla is None else [(mla.cached_size * tokens, element, False)]
-        for numel, num_bytes, again in entering:
-            summed(numel, m)
-            gather(numel, is_cut * (forwards + m * again), num_bytes)
-        # The gradient of a row-parallel layer's output; a deferred weight gradient gathers it once more.
-        gather(config.model.hidden_size * tokens, is_cut * rows * (m + deferred), of_product)
+        times["forward"] = m * (1 + (place < recomputed))
+        for call in tensor_parallel_calls(config, sizes, layer):
+            tally.add("tp", call.purpose, call.op, t, call.num_bytes, times[call.moment])
     embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
-    gather(whole // element, is_cut * m * (embeddings + (1 + regathered) * heads))
-    summed(whole // element, m * (embeddings + heads))
-    element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
+    is_cut, whole = config.parallel.sequence_parallel, _activation_bytes(config, part_length(config))
+    gathers = is_cut * m * (embeddings + (1 + (config.recompute.gathered_inputs != "keep")) * heads)
+    tally.add("tp", "activations", "all_gather", t, whole // t, gathers)
+    tally.add("tp", "activations", "reduce_scatter" if is_cut else "all_reduce", t, whole, m * (embeddings + heads))
+    numbers = accumulation_bytes(BYTES_PER_ELEMENT[config.precision.dtype]) * tokens_of_microbatch(config)
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
-        tally.add("tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (2 * len(layers) + recomputed))
+        tally.add("tp", QK_NORM, "all_reduce", t, 2 * numbers, m * (2 * len(layers) + recomputed))
     # The largest logit of each token, then its sum of exponentials and target logit together.
     for count in (1, 2):
-        tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m * heads)
+        tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * numbers, m * heads)
 
 
 def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
     """Add attention's calls over cp, in the forward, in the recomputation of whole layers, and in the backward."""
-    model, m = config.model, batch_plan(config, sizes.dp).num_microbatches
-    kv_heads = local_kv_heads(config)
-    element = BYTES_PER_ELEMENT[config.precision.dtype]
-    # Numbers of one head in all of the rows.
-    head = model.head_size * config.train.micro_batch_size * model.seq_length
-    num_layers = len(stage.layers)
-    forwards = num_layers + recomputed_layers(config, stage)
-    if not gathers_keys(config):
-        heads = model.num_attention_heads // sizes.tp
-        for exchanged in (heads + 2 * kv_heads, heads):
-            tally.add(
-                "cp", HEADS, "all_to_all", sizes.cp, exchanged * head * element // sizes.cp, m * (forwards + num_layers)
-            )
-        return
-    summed = max(4, element) if config.parallel.cp_gradients == "accumulation" else element
-    if model.mla is not None:
-        gathered = model.mla.cached_size * config.train.micro_batch_size * model.seq_length
-        tally.add("cp", KEYS_AND_VALUES, "all_gather", sizes.cp, gathered * element // sizes.cp, m * forwards)
-        tally.add("cp", KEYS_AND_VALUES, "reduce_scatter", sizes.cp, gathered * summed, m * num_layers)
-        return
-    # Attention in plain operators gathers at once, and keeps what was gathered.
-    is_explicit = config.kernels.attention == "explicit"
-    again = 0 if is_explicit or config.recompute.gathered_kv == "keep" else num_layers
-    for heads in [kv_heads] if is_explicit else heads_of_pieces(kv_heads):
-        gathered = 2 * heads * head
-        tally.add("cp", KEYS_AND_VALUES, "all_gather", sizes.cp, gathered * element // sizes.cp, m * (forwards + again))
-        tally.add("cp", KEYS_AND_VALUES, "reduce_scatter", sizes.cp, gathered * summed, m * num_layers)
+    m, num_layers = batch_plan(config, sizes.dp).num_microbatches, len(stage.layers)
+    passes = {"forward": num_layers + recomputed_layers(config, stage), "backward": num_layers}
+    for call in context_parallel_calls(config, sizes):
+        tally.add("cp", call.purpose, call.op, sizes.cp, call.num_bytes, m * passes[call.moment])
 
 
 def _fp8_scales(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:

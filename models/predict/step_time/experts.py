@@ -20,9 +20,9 @@ from triaxis.engine.config.moe import buffer_rows, dispatch_of, local_tokens
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.experts.traffic import BACKWARD, ONCE, Calls, expert_calls, row_calls
+from triaxis.models.predict.layer_calls import wire_bytes
 from triaxis.models.predict.step_time.links import Wire
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes
-from triaxis.models.predict.traffic import wire_bytes
 
 
 @dataclass(frozen=True, slots=True)

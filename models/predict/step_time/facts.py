@@ -20,10 +20,11 @@ Elementwise kernels are charged the bytes of every tensor that they read or writ
 measured rates include memory traffic.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
-from triaxis.engine.config.context_parallel import exposed_share, gathers_keys, heads_of_pieces, local_kv_heads
+from triaxis.engine.config.context_parallel import exposed_share, gathers_keys, local_kv_heads
 from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
@@ -32,6 +33,13 @@ from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.layout.shard_spec import ParamSpec, localize
 from triaxis.engine.telemetry.record.flops import core_flops_forward
+from triaxis.models.predict.layer_calls import (
+    Call,
+    Moment,
+    context_parallel_calls,
+    tensor_parallel_calls,
+    wire_bytes,
+)
 from triaxis.models.predict.step_time.experts import ExpertWork, expert_work
 from triaxis.models.predict.step_time.implementation import Implementation
 from triaxis.models.predict.step_time.links import Wire
@@ -90,7 +98,7 @@ class LayerWork:
         again_bytes, again_gemms: elementwise bytes and GEMMs that selective recomputation repeats, without attention's core.
         core_again: attention's core is recomputed.
         experts: the routed experts' work; None: the layer has none.
-        wires: traffic over tp.
+        wires: traffic over tp, by moment.
         head_size, keys_length: head size and key length that select attention's rate.
         more: factor on GEMM seconds, 1 without an extension: FLOPs with an extension's parts over the built-in layer's.
         sent: extra traffic over tp that an extension's parts send.
@@ -105,7 +113,7 @@ class LayerWork:
     again_gemms: tuple[Gemm, ...]
     core_again: bool
     experts: ExpertWork | None
-    wires: "TensorParallelWires"
+    wires: dict[Moment, Wire]
     head_size: int
     keys_length: int
     more: float
@@ -258,52 +266,16 @@ def _on_rank(config: Config, sizes: ParallelSizes, specs: Iterable[ParamSpec]) -
     return Parameters(sum(record.numel for record in records), experts)
 
 
-NOTHING = Wire()
+def tensor_parallel_wires(config: Config, sizes: ParallelSizes, layer: int = 0) -> dict[Moment, Wire]:
+    """Sum one layer's traffic over tp per microbatch, by the moment of its calls (`models/predict/layer_calls.py`)."""
+    return _wires(tensor_parallel_calls(config, sizes, layer), sizes.tp)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorParallelWires:
-    """A layer's traffic over tp per microbatch, by the computation that may hide it.
-
-    Attributes:
-        forward: traffic before column-parallel and after row-parallel products.
-        entering: gathers before a row-parallel layer's backward.
-        regathered: gathers of column-parallel layers' inputs for the weight gradients, which may run beside the input gradients.
-        leaving: reductions of column-parallel layers' input gradients, which may run beside the weight gradients.
-        deferred: gathers of inputs and output gradients again, if weight gradients are deferred.
-    """
-
-    forward: Wire
-    entering: Wire
-    regathered: Wire
-    leaving: Wire
-    deferred: Wire
-
-
-def tensor_parallel_wires(config: Config, sizes: ParallelSizes, layer: int = 0) -> TensorParallelWires:
-    """Count one layer's traffic over tp, as `models/predict/traffic.py` does for a whole step."""
-    if sizes.tp == 1:
-        return TensorParallelWires(NOTHING, NOTHING, NOTHING, NOTHING, NOTHING)
-    model = config.model
-    products = layer_products(model, model.layer_kind(layer), sizes.tp)
-    each = tokens_of_microbatch(config) * element_bytes(config) * (sizes.tp - 1) / sizes.tp
-
-    def sent(widths: Sequence[int]) -> Wire:
-        return Wire(each * sum(widths), len(widths))
-
-    # Key latents enter without a product, for whose weight they would be gathered again.
-    entering = [product.k for product in products if product.kind == "column"]
-    latents = [] if model.mla is None else [model.mla.cached_size]
-    again, enters = sent(entering), sent([*entering, *latents])
-    pair = sent([model.hidden_size for product in products if product.kind == "row"])
-    if not config.parallel.sequence_parallel:
-        return TensorParallelWires(
-            Wire(2 * pair.bytes, pair.calls), NOTHING, NOTHING, Wire(2 * enters.bytes, enters.calls), NOTHING
-        )
-    again = again if config.recompute.gathered_inputs != "keep" else NOTHING
-    if not config.schedule.defers_weight_gradients:
-        return TensorParallelWires(enters + pair, pair, again, enters, NOTHING)
-    return TensorParallelWires(enters + pair, pair, NOTHING, enters, again + pair)
+def _wires(calls: Iterable[Call], size: int) -> dict[Moment, Wire]:
+    found = dict.fromkeys(get_args(Moment), Wire())
+    for call in calls:
+        found[call.moment] += Wire(wire_bytes(call.op, size, call.num_bytes), 1)
+    return found
 
 
 def activation_bytes(config: Config) -> int:
@@ -327,24 +299,7 @@ class ContextParallelWires:
 
 def context_parallel_wires(config: Config, sizes: ParallelSizes) -> ContextParallelWires:
     """Count the keys and values, or heads, that one layer sends over cp."""
-    if sizes.cp == 1:
-        return ContextParallelWires(NOTHING, NOTHING, 1.0)
-    kv_heads, w = local_kv_heads(config), element_bytes(config)
-    wide = max(4, w) / w if config.parallel.cp_gradients == "accumulation" else 1
-    if config.model.mla is not None:
-        tokens = config.train.micro_batch_size * config.model.seq_length
-        latents = Wire(config.model.mla.cached_size * tokens * w * (sizes.cp - 1) / sizes.cp, 1)
-        return ContextParallelWires(latents, Wire(latents.bytes * wide, 1), 1.0)
-    head = (
-        config.model.head_size * config.train.micro_batch_size * config.model.seq_length * w * (sizes.cp - 1) / sizes.cp
-    )
-    if not gathers_keys(config):
-        heads = config.model.num_attention_heads // sizes.tp
-        both = Wire(2 * (heads + kv_heads) * head / sizes.cp, 2)
-        return ContextParallelWires(both, both, 1.0)
-    explicit = config.kernels.attention == "explicit"
-    pieces = 1 if explicit else len(heads_of_pieces(kv_heads))
-    gathered = Wire(2 * kv_heads * head, pieces)
-    again = NOTHING if explicit or config.recompute.gathered_kv == "keep" else gathered
-    share = 1.0 if explicit else float(exposed_share(kv_heads))
-    return ContextParallelWires(gathered, again + Wire(gathered.bytes * wide, pieces), share)
+    wires = _wires(context_parallel_calls(config, sizes), sizes.cp)
+    in_pieces = gathers_keys(config) and config.model.mla is None and config.kernels.attention != "explicit"
+    share = float(exposed_share(local_kv_heads(config))) if in_pieces else 1.0
+    return ContextParallelWires(wires["forward"], wires["backward"], share)

@@ -5,18 +5,18 @@ exposed    seconds that a collective lasts longer than the products that run at 
            each tensor-parallel rank) always exposes one piece
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.layer_calls import Moment
 from triaxis.models.predict.step_time.device import Device
 from triaxis.models.predict.step_time.experts import ExpertWork
 from triaxis.models.predict.step_time.facts import (
     ContextParallelWires,
     Gemm,
     LayerWork,
-    TensorParallelWires,
     activation_bytes,
     context_parallel_wires,
     element_bytes,
@@ -90,7 +90,7 @@ class LayerTimer:
             forward = work.more * self.products(self._pieces(work.gemms))[0] * self.sizes.tp
         core, core_back = self.core(work)
         launches = self.launches(self.implementation.kernels_per_layer)
-        forward_exposed = self._forward_tp(forward, work.wires.forward)
+        forward_exposed = self._forward_tp(forward, work.wires["forward"])
         computed = forward + core + self.stream(work.forward_bytes) + launches
         again = self.stream(work.again_bytes) + sum(self._gemm(gemm.m, gemm.n, gemm.k) for gemm in work.again_gemms)
         again += core if work.core_again and not self.implementation.selective_products else 0.0
@@ -241,21 +241,18 @@ class LayerTimer:
             return self._tp_seconds(wire)
         return self._beside(wire, forward, pieces=True)
 
-    def _backward_tp(self, input_grad: float, weight_grad: float, wires: TensorParallelWires) -> tuple[float, float]:
+    def _backward_tp(self, input_grad: float, weight_grad: float, wires: Mapping[Moment, Wire]) -> tuple[float, float]:
         """Compute the seconds of tp traffic that a layer's backward exposes: (in the input gradient, in the weight gradient)."""
-        how = self.implementation
-        # Two of the four products of each kind belong to column-parallel layers.
-        column_input, column_weight = input_grad / 2, weight_grad / 2
+        how, pieces = self.implementation, self._in_pieces
+        entering, leaving, regathered = wires["entering"], wires["leaving"], wires["regathered"]
         if self.config.schedule.defers_weight_gradients:
-            return self._tp_seconds(wires.entering + wires.leaving), self._tp_seconds(wires.deferred)
-        pieces = self._in_pieces
-        entering = (
-            self._beside(wires.entering, input_grad / 2, pieces=True) if pieces else self._tp_seconds(wires.entering)
-        )
+            return self._tp_seconds(entering + leaving), self._tp_seconds(regathered + wires["deferred"])
+        # Two of the four products of each kind belong to column-parallel layers.
+        before = self._beside(entering, input_grad / 2, pieces=True) if pieces else self._tp_seconds(entering)
         if not how.tp_backward_overlap and not pieces:
-            return entering + self._tp_seconds(wires.regathered + wires.leaving), 0.0
-        hidden = self._beside(wires.regathered, column_input, pieces=False)
-        return entering + hidden, self._beside(wires.leaving, column_weight, pieces=False)
+            return before + self._tp_seconds(regathered + leaving), 0.0
+        hidden = self._beside(regathered, input_grad / 2, pieces=False)
+        return before + hidden, self._beside(leaving, weight_grad / 2, pieces=False)
 
     def _cp_exposed(self, core: float, core_back: float) -> tuple[float, float]:
         wires = self._cp_wires

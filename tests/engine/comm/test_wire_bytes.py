@@ -21,7 +21,7 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Event
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
-from triaxis.models.predict.traffic import wire_bytes
+from triaxis.models.predict.layer_calls import wire_bytes
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

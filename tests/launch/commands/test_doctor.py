@@ -25,7 +25,8 @@ from triaxis.launch.doctor.judge import judge
 from triaxis.launch.doctor.plan import AXES, data_files, folders, message_sizes, needs
 from triaxis.launch.doctor.records import Examination, GroupRate, Needs, NetworkFacts, NodeClock, RankFacts, RootFacts
 from triaxis.launch.doctor.report import as_json, show
-from triaxis.models.predict.traffic import expected_traffic, wire_bytes
+from triaxis.models.predict.layer_calls import wire_bytes
+from triaxis.models.predict.traffic import expected_traffic
 from triaxis.models.specs import model_specs
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "gpt_tiny.yaml"

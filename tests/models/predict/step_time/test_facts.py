@@ -1,4 +1,4 @@
-"""Counted facts equal those that other modules count: FLOPs, and bytes on the wire."""
+"""Counted facts equal those that other modules count: FLOPs and parameters."""
 
 from typing import Any
 
@@ -7,22 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models.predict.step_time.layouts import layout
-from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
-from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.engine.config.plan import parallel_sizes, stages_of
 from triaxis.engine.telemetry.record.flops import hardware_flops_per_token
-from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.step_time.facts import (
-    context_parallel_wires,
     head_gemm,
     layer_gemms,
     layer_work,
     parameters_of_ends,
     parameters_of_layer,
-    tensor_parallel_wires,
 )
 from triaxis.models.predict.step_time.implementation import OURS
 from triaxis.models.predict.terms import recomputed_layers
-from triaxis.models.predict.traffic import expected_traffic
 from triaxis.models.specs import stage_specs
 
 _SIZES = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -70,55 +65,6 @@ def test_flops_of_latent_attention_are_those_that_telemetry_counts() -> None:
             tokens = config.train.micro_batch_size * config.model.seq_length
             per_token = hardware_flops_per_token(config.model, config.recompute, [config.model.num_layers])
             assert counted == pytest.approx(tokens * per_token)
-
-
-WIRES: list[dict[str, Any]] = [
-    {"tp": 4},
-    {"tp": 4, "recompute": {"granularity": "full"}},
-    {"tp": 4, "sp": True},
-    {"tp": 2, "sp": True, "recompute": {"gathered_inputs": "keep"}},
-    {"tp": 2, "sp": True, "recompute": {"granularity": "full"}},
-    {"tp": 2, "sp": True, "pp": 2, "schedule": "zb_h1"},
-    {"cp": 2, "method": "all_gather"},
-    {"cp": 4, "tp": 2, "method": "all_gather", "recompute": {"granularity": "full"}},
-    {"cp": 2, "method": "ulysses"},
-    {"tp": 4, "fields": LATENTS},
-    {"tp": 2, "sp": True, "fields": LATENTS},
-    {"tp": 2, "sp": True, "pp": 2, "schedule": "zb_h1", "fields": FROM_X},
-    {"cp": 4, "tp": 2, "recompute": {"granularity": "full"}, "fields": FROM_X},
-]
-
-
-@pytest.mark.parametrize("case", WIRES, ids=lambda case: " ".join(map(str, case.values())))
-def test_wire_bytes_of_layers_are_those_of_the_traffic_formula(case: dict[str, Any]) -> None:
-    """A middle stage, so that embedding and head are not in it."""
-    pp = case.get("pp", 1) if case.get("pp", 1) > 1 else 1
-    choices = {name: value for name, value in case.items() if name != "fields"}
-    more, fewer = (
-        layout(**choices, model={"num_layers": layers, **case.get("fields", {})}) for layers in (4 * pp, 2 * pp)
-    )
-    found = []
-    for config in (more, fewer):
-        sizes = parallel_sizes(config)
-        config = resolve_recompute(config, sizes)
-        stages = stages_of(config)
-        flows = expected_traffic(config, sizes, Coordinates(0, 0, 0, 0), stages)
-        axes = {"tp": "activations", "cp": ""}
-        sent = {
-            axis: sum(
-                volume.wire_bytes for flow, volume in flows.items() if flow.axis == axis and purpose in flow.purpose
-            )
-            for axis, purpose in axes.items()
-        }
-        found.append((sent, config, sizes, stages[0]))
-    sent = {axis: found[0][0][axis] - found[1][0][axis] for axis in ("tp", "cp")}
-    _, config, sizes, stage = found[0]
-    m = batch_plan(config, sizes.dp).num_microbatches
-    tp, cp = tensor_parallel_wires(config, sizes), context_parallel_wires(config, sizes)
-    again = 1 if recomputed_layers(config, stage) else 0
-    each = [tp.forward.times(1 + again), tp.entering, tp.regathered, tp.leaving, tp.deferred]
-    assert 2 * m * sum(wire.bytes for wire in each) == pytest.approx(sent["tp"])
-    assert 2 * m * (cp.forward.times(1 + again) + cp.backward).bytes == pytest.approx(sent["cp"])
 
 
 def test_parameters_of_a_rank_are_those_of_the_specs() -> None:
