@@ -53,7 +53,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._pytree.tree_iter",
     ),
-    "launch/footprint/own_costs.py": ("torch.ops.aten.addmm_", "torch.utils.flop_counter.FlopCounterMode"),
+    "launch/footprint/own_costs.py": (
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "torch.ops.aten.addmm_",
+        "torch.utils.flop_counter.FlopCounterMode",
+    ),
     "launch/footprint/run.py": (
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.testing._internal.distributed.fake_pg.FakeStore",

@@ -195,6 +195,25 @@ class DocumentsPart(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class OwnMessages:
+    """Extra calls in one pass of a layer with an extension's parts, of one kind; negative where it posts fewer than a built-in one.
+
+    Attributes:
+        axis, purpose, op: the calls' labels in the communication ledger, with purposes as in `models.predict.traffic`.
+        in_backward: the calls are posted in the backward; otherwise in the forward, and again if the layer is recomputed.
+        calls: number of calls per layer and microbatch.
+        sent: bytes that they send, per token of a rank.
+    """
+
+    axis: str
+    purpose: str
+    op: str
+    in_backward: bool
+    calls: int
+    sent: Fraction
+
+
+@dataclass(frozen=True, slots=True)
 class OwnCosts:
     """The extra cost of a layer with an extension's parts over a built-in layer; negative if it costs less.
 
@@ -205,6 +224,7 @@ class OwnCosts:
         weights: number of weights that each token is multiplied with in GEMMs: a layer's forward and backward FLOPs per token / 6.
         sent: bytes that a layer sends over tp in forward and backward, per token of a rank.
         calls: number of collectives over tp that send these bytes, per layer and microbatch.
+        messages: all extra calls over tp and cp by kind, as measured; empty if a function of the extension gave the costs.
         unknown: reason why nothing could be measured; "" if the costs were measured.
     """
 
@@ -212,7 +232,13 @@ class OwnCosts:
     weights: int = 0
     sent: Fraction = Fraction(0)
     calls: int = 0
+    messages: tuple[OwnMessages, ...] = ()
     unknown: str = ""
+
+    @property
+    def sent_over_cp(self) -> Fraction:
+        """Bytes that a layer sends over cp in forward and backward, per token of a rank."""
+        return sum((one.sent for one in self.messages if one.axis == "cp"), Fraction(0))
 
     def __str__(self) -> str:
         if self.unknown:
@@ -224,6 +250,7 @@ class OwnCosts:
             f"{float(self.kept):+,.6g} B kept per token of a rank" if self.kept else "",
             f"{6 * self.weights:+,} FLOPs per token" if self.weights else "",
             f"{float(self.sent):+,.6g} B over tp per token of a rank, in {self.calls:+} calls" if self.sent else "",
+            f"{float(self.sent_over_cp):+,.6g} B over cp per token of a rank" if self.sent_over_cp else "",
         ]
         return f"a layer against one of ours, measured: {', '.join(filter(None, found))}"
 

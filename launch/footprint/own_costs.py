@@ -7,15 +7,14 @@ run removes the costs of embedding and head. Subtracting the plain runs removes 
 several kinds of layers runs all its layers instead of two.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
 from triaxis.engine.config.activations import OffloadConfig, RecomputeConfig
-from triaxis.engine.config.extension import NO_COSTS, OwnCosts
+from triaxis.engine.config.extension import NO_COSTS, OwnCosts, OwnMessages
 from triaxis.engine.config.layout import ScheduleConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import brief
@@ -23,6 +22,11 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.storage.user_module import place_in_user_module
 from triaxis.models.predict.terms import tokens_of_microbatch
 from triaxis.models.predict.traffic import measured_traffic
+
+Kind = tuple[Any, ...]
+"""What is counted: (KEPT,) or (FLOPS,), or CALLS or SENT with a message's axis, purpose, operation, and whether in the backward."""
+
+KEPT, FLOPS, CALLS, SENT = "kept", "flops", "calls", "sent"
 
 
 class OwnCostsMeter:
@@ -57,33 +61,46 @@ class OwnCostsMeter:
 
 def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
     most = 2 if len(set(config.model.kinds)) == 1 else config.model.num_layers
+    extra = Counter[Kind]()
     try:
-        own, ours = (
-            _step(config, sizes, most, is_own=is_own) - _step(config, sizes, 1, is_own=is_own)
-            for is_own in (True, False)
-        )
+        for sign, num_layers, is_own in ((1, most, True), (-1, 1, True), (-1, most, False), (1, 1, False)):
+            for kind, count in _step(config, sizes, num_layers, is_own=is_own).items():
+                extra[kind] += sign * count
     except Exception as error:  # code that needs data may fail on fake tensors: it is reported and stops no run
         place = place_in_user_module(error) or type(error).__name__
         return OwnCosts(unknown=f"{place}: {brief(' '.join(str(error).split()))}")
-    kept, flops, sent, calls = (own - ours).tolist()
     tokens, others = tokens_of_microbatch(config), most - 1
+    calls = {kind[1:]: round(count / others) for kind, count in extra.items() if kind[0] == CALLS and count}
+    messages = tuple(
+        OwnMessages(
+            axis,
+            purpose,
+            op,
+            in_backward,
+            count,
+            Fraction(extra[SENT, axis, purpose, op, in_backward], tokens * others),
+        )
+        for (axis, purpose, op, in_backward), count in sorted(calls.items())
+    )
+    over_tp = [one for one in messages if one.axis == "tp"]
     return OwnCosts(
-        kept=Fraction(kept, tokens * others),
-        weights=round(flops * sizes.tp / (6 * tokens * others)),
-        sent=Fraction(sent, tokens * others),
-        calls=round(calls / others),
+        kept=Fraction(extra[KEPT,], tokens * others),
+        weights=round(extra[FLOPS,] * sizes.tp / (6 * tokens * others)),
+        sent=sum((one.sent for one in over_tp), Fraction(0)),
+        calls=sum(one.calls for one in over_tp),
+        messages=messages,
     )
 
 
-def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> NDArray[np.int64]:
+def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> Counter[Kind]:
     """Run forward and backward of one microbatch on the first rank, and count their costs.
 
     Args:
         is_own: whether to use the extension's parts, not built-in ones.
 
     Returns:
-        int64 [4]: bytes kept for the backward, FLOPs, bytes sent over tp, and calls over tp. Gradient sums for parameters that
-            several tp ranks hold are left out.
+        Bytes kept for the backward; FLOPs; calls over tp and cp, and the bytes that they send, by kind of message and pass.
+            Gradient sums for parameters that several ranks hold are left out.
     """
     # Imported here: few runs have parts to measure.
     import torch
@@ -112,19 +129,41 @@ def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool
         }
     )
     footprints = Footprints(small, build_chunks)
+    mapping: dict[Any, Any] = {
+        torch.ops.aten.addmm_: _product_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_grad_flops,
+    }
     with (
         footprints.watched_engine(footprints.config, 0) as (engine, watch),
-        FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _product_flops}) as counter,
+        FlopCounterMode(display=False, custom_mapping=mapping) as counter,
         looking_at(engine, watch),
     ):
+        ledger, ends = engine.topology.ledger, list[int]()
+        chunk: Any = engine.chunks[0]
+        chunk.register_forward_hook(lambda *_: ends.append(len(ledger.events)))
         engine.forward_backward(microbatches(engine))
-    flows = measured_traffic(event for event in engine.topology.ledger.events if event.phase == "post")
-    sent = [volume for flow, volume in flows.items() if flow.axis == "tp" and flow.purpose != REPLICA_GRADIENTS]
-    kept = sum(saved.num_bytes for saved in watch.saved)
-    messages = sum(volume.wire_bytes for volume in sent), sum(volume.calls for volume in sent)
-    return np.array([kept, counter.get_total_flops(), *messages])
+    found = Counter[Kind]({(KEPT,): sum(saved.num_bytes for saved in watch.saved), (FLOPS,): counter.get_total_flops()})
+    (end,) = ends
+    for posted, in_backward in ((ledger.events[:end], False), (ledger.events[end:], True)):
+        for flow, volume in measured_traffic(event for event in posted if event.phase == "post").items():
+            if flow.axis in ("tp", "cp") and flow.purpose != REPLICA_GRADIENTS:
+                labels = flow.axis, flow.purpose, flow.op, in_backward
+                found[CALLS, *labels] += volume.calls
+                found[SENT, *labels] += volume.wire_bytes
+    return found
 
 
 def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
     """Count the FLOPs of total += left @ right from the shapes."""
     return 2 * left[0] * left[1] * right[1]
+
+
+def _attention_flops(q: Sequence[int], k: Sequence[int], *_: object, **__: object) -> int:
+    """Count the FLOPs of fused causal attention from shapes [b, heads, s, d], as the formula for built-in layers does."""
+    return 2 * q[0] * q[1] * q[2] * k[2] * q[3]
+
+
+def _attention_grad_flops(grad: object, q: Sequence[int], k: Sequence[int], *_: object, **__: object) -> int:
+    """Count the FLOPs of its backward by convention: twice the forward's."""
+    return 2 * _attention_flops(q, k)

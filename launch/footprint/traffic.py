@@ -14,6 +14,7 @@ from rich.table import Table
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build
+from triaxis.launch.footprint.own_costs import OwnCostsMeter
 from triaxis.launch.rank.batches import open_batches
 from triaxis.launch.rank.join import Rank, join_run
 from triaxis.launch.start.wide_console import wide_console
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
     The exit code is 1 on every rank if any rank's ledger differs from the prediction.
     """
-    with join_run(argv) as rank:
+    with join_run(argv, measure=OwnCostsMeter()) as rank:
         measured, expected = one_step(rank)
         world = rank.topology.axis("world")
         (num_differing,) = world.sum_values([float(measured != expected)], rank.topology.device, "traffic")

@@ -223,7 +223,8 @@ def build_chunks(
     choice = config.recompute
     assert choice.is_resolved, "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     region = TensorParallelRegion(tp, config.parallel.sequence_parallel, choice.gathered_inputs == "keep")
-    mixing = mixing_of(config, kernels.choices.attention, topology.axis("cp"))
+    cp = topology.axis("cp")
+    mixing = mixing_of(config, kernels.choices.attention, cp)
     dtype = DTYPES[config.precision.dtype]
     held: dict[str, ShardedParameter] = {}
     saved = SavedTensors()
@@ -248,6 +249,7 @@ def build_chunks(
             num_offloaded=config.offload.num_layers,
             kernels=kernels,
             region=region,
+            cp=cp,
             mixing=mixing,
             experts=experts,
             dtype=dtype,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.attention_kinds import LayerKind, Rotary
 from triaxis.engine.config.mla import softmax_scale
@@ -42,6 +43,7 @@ class BuildContext:
     Attributes:
         recompute: the parts that the backward recomputes; `auto` is already resolved.
         num_offloaded: number of layers per chunk whose saved tensors are moved to the host.
+        cp: axis of the ranks that share a row's tokens; a part of an extension sends its own messages over it.
         mixing: function that builds a layer's mixer (`engine/context_parallel/mixer.py`).
         experts: expert routing and dispatch; None: the model has no experts.
         parameters: this chunk's parameters by global name.
@@ -58,6 +60,7 @@ class BuildContext:
     num_offloaded: int
     kernels: Kernels
     region: TensorParallelRegion
+    cp: Axis
     mixing: Callable[..., Mixer]
     experts: ExpertRegion | None
     dtype: torch.dtype

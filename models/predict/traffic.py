@@ -109,7 +109,7 @@ class _Tally:
             self.bytes[flow] += num_bytes
 
     def volumes(self) -> dict[Flow, Volume]:
-        return {flow: Volume(self.calls[flow], self.bytes[flow]) for flow in sorted(self.calls)}
+        return {flow: Volume(self.calls[flow], self.bytes[flow]) for flow in sorted(self.calls) if self.calls[flow]}
 
 
 def expected_traffic(
@@ -135,6 +135,7 @@ def expected_traffic(
         _tensor_parallel(tally, config, sizes, stage, stages[stage])
         _context_parallel(tally, config, sizes, stages[stage])
         _fp8_scales(tally, config, sizes, stages[stage])
+        _own_messages(tally, config, stages[stage], batch_plan(config, sizes.dp).num_microbatches)
         _pipeline(tally, config, sizes, stage, num_stages)
         _experts(tally, config, sizes, at, stages[stage], choices)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
@@ -214,6 +215,16 @@ def _fp8_scales(tally: _Tally, config: Config, sizes: ParallelSizes, stage: Stag
         over_tp = passes * cut + products
         tally.add("tp", FP8_SCALES, "all_reduce", sizes.tp, num_bytes, over_tp)
         tally.add("cp", FP8_SCALES, "all_reduce", sizes.cp, num_bytes, products * passes)
+
+
+def _own_messages(tally: _Tally, config: Config, stage: StageContents, m: int) -> None:
+    """Add the calls that an extension's parts post beyond the built-in ones, in `m` microbatches; fewer calls are taken off."""
+    num_layers, tokens = len(stage.layers), tokens_of_microbatch(config)
+    for one in config.model.own_costs.messages:
+        passes = m * (num_layers if one.in_backward else num_layers + recomputed_layers(config, stage))
+        flow = Flow(one.axis, one.purpose, one.op)
+        tally.calls[flow] += passes * one.calls
+        tally.bytes[flow] += round(passes * one.sent * tokens)
 
 
 def _experts(

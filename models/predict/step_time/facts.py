@@ -101,7 +101,7 @@ class LayerWork:
         wires: traffic over tp, by moment.
         head_size, keys_length: head size and key length that select attention's rate.
         more: factor on GEMM seconds, 1 without an extension: FLOPs with an extension's parts over the built-in layer's.
-        sent: extra traffic over tp that an extension's parts send.
+        sent, sent_over_cp: extra traffic over tp and cp that an extension's parts send.
     """
 
     gemms: tuple[Gemm, ...]
@@ -118,6 +118,7 @@ class LayerWork:
     keys_length: int
     more: float
     sent: Wire
+    sent_over_cp: Wire
 
 
 REPEATED = {"mlp": ("mlp.up", "mlp.shared.up"), "attention": ("attention.kv_up",)}
@@ -224,6 +225,7 @@ def layer_work(
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
         more=1 + 2 * own.weights * rows / t / sum(gemm.flops for gemm in gemms.values()),
         sent=Wire(float(own.sent) * rows, own.calls),
+        sent_over_cp=Wire(float(own.sent_over_cp) * rows, sum(one.calls for one in own.messages if one.axis == "cp")),
     )
 
 

@@ -111,6 +111,7 @@ class LayerTimer:
         )
         seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad, work.wires)
         seconds.forward["tp"] += self._tp_seconds(work.sent)
+        seconds.forward["cp"] += self._seconds(self._cp, work.sent_over_cp)
         if work.experts is not None:
             self._add_experts(seconds, work, work.experts)
         if recomputed:

@@ -16,8 +16,10 @@ from triaxis.launch.footprint.own_costs import OwnCostsMeter
 from triaxis.launch.footprint.run import Footprints
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.predict.activation_memory import kept_bytes
+from triaxis.models.predict.traffic import expected_traffic, measured_traffic
 
 PARTS, WHOLE = (Path(__file__).with_name(name) for name in ("own_parts.py", "own_whole.py"))
+LINEAR = Path(__file__).parents[2] / "models" / "gpt" / "own_linear_attention.py"
 LAYOUTS = {
     "one process": "{tp: 1, pp: 1, vpp: 1, dp: 1, sequence_parallel: false}",
     "3D": "{tp: 2, pp: 2, vpp: 2, dp: 2, sequence_parallel: true}",
@@ -55,6 +57,33 @@ def test_memory_and_flops_are_those_of_the_parts() -> None:
         assert costs.weights == 3 * h * (5 * h - f) and not costs.sent, layout
         more = model_flops_per_token(with_costs(config, costs).model) - model_flops_per_token(config.model)
         assert more == 6 * config.model.num_layers * costs.weights > 0
+
+
+def another_kind_of_layer(rank: int) -> None:
+    """Linear attention sends its states over cp, gathers its input twice over tp, and takes no more per token in longer rows."""
+    meter, costs = OwnCostsMeter(), {}
+    for layout, more in {"context": (), "3D": ("recompute.granularity=full", "recompute.num_layers=1")}.items():
+        plain = config_of(LINEAR, layout, *more)
+        sizes = parallel_sizes(plain)
+        costs[layout] = meter(plain, sizes)
+        config = with_costs(plain, costs[layout])
+        footprints = Footprints(config, build_chunks, full=True)
+        for number in range(0, sizes.world_size, 3):
+            found = footprints.of(number)
+            expected = expected_traffic(config, sizes, found.coordinates, stages_of(config))
+            assert measured_traffic(found.events) == expected, (layout, number)
+    assert {(one.axis, one.op) for one in costs["context"].messages} >= {("cp", "all_gather"), ("tp", "all_reduce")}
+    assert costs["context"].sent_over_cp and "over cp" in str(costs["context"])
+    flops = []
+    for length in (64, 128):
+        config = config_of(LINEAR, "one process", f"model.seq_length={length}")
+        flops.append(model_flops_per_token(with_costs(config, meter(config, parallel_sizes(config))).model))
+    assert flops[0] == flops[1]
+
+
+@pytest.mark.distributed
+def test_another_kind_of_layer_is_counted_with_its_messages() -> None:
+    run_ranks(another_kind_of_layer, 1)
 
 
 def costs_of(rank: int, extension: Path, layout: str, *more: str) -> OwnCosts:

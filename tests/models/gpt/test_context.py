@@ -33,6 +33,7 @@ def context_of(model: ModelConfig, without: str = "") -> BuildContext:
         num_offloaded=0,
         kernels=Kernels(choices=unused, fusion=EAGER),
         region=unused,
+        cp=unused,
         mixing=unused,
         experts=None,
         dtype=torch.float64,

@@ -32,9 +32,12 @@ MODEL = [
 ONE = ["parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.sequence_parallel=false"]
 
 
-def steps(rank: int, world: int, words: list[str]) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+def steps(
+    rank: int, world: int, words: list[str], parts: Path = PARTS
+) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
     """Loss, norm and weight of two steps, and the whole gradients of the extension's parameters."""
-    config = load_config("gpt_tiny", [*MODEL, *words], world_size=world, ranks_per_node=world)
+    words = [f"model.extension={parts}", *MODEL[1:], *words]
+    config = load_config("gpt_tiny", words, world_size=world, ranks_per_node=world)
     sizes, model = parallel_sizes(config, world), config.model
     grid = rank_grid(config, sizes, world)
     topology = Topology(grid, rank, torch.device("cpu"), kv_heads=model.kv_heads, has_experts=False)
@@ -46,6 +49,19 @@ def steps(rank: int, world: int, words: list[str]) -> tuple[list[tuple[float, fl
     return [(one.loss, one.grad_norm, float(one.num_tokens)) for one in found], {
         name: parameter.weight().detach().clone() for name, parameter in engine.parameters.items()
     }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("sizes", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)], ids=["cp", "tp cp sp"])
+def test_another_kind_of_layer_is_the_same_with_parts_of_rows(sizes: tuple[int, int]) -> None:
+    """Linear attention, whose ranks exchange states over cp."""
+    (tp, cp), linear = sizes, PARTS.with_name("own_linear_attention.py")
+    ((alone, whole),) = run_ranks(steps, 1, 1, ONE, linear)
+    layout = [f"parallel.tp={tp}", *ONE[1:3], f"parallel.cp={cp}", f"parallel.sequence_parallel={tp > 1}".lower()]
+    found = run_ranks(steps, tp * cp, tp * cp, layout, linear)
+    assert all(one == found[0][0] for one, _ in found)
+    torch.testing.assert_close(torch.tensor(found[0][0]), torch.tensor(alone), rtol=1e-12, atol=0)
+    assert {name for name in whole if name.endswith(("gate.weight", "rate"))} < found[0][1].keys()
 
 
 @pytest.mark.distributed
