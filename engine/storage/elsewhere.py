@@ -57,7 +57,7 @@ def why_too_long(name: str | Path) -> str:
 def how_to_bring(name: str | Path) -> str:
     """Explain how to copy something from another machine; "" if `name` is a path.
 
-    `owner/name` is a path if `owner` exists on this machine.
+    `owner/name` without `hf://` is a path if `owner` exists on this machine.
 
     Args:
         name: an address (`s3://bucket/x`, `hf://owner/name`, also in pathlib's form `s3:/bucket/x`), or `owner/name` on the Hugging
@@ -68,7 +68,8 @@ def how_to_bring(name: str | Path) -> str:
     if match and not (match[1] == "hf" and _HUB_NAME.fullmatch(match[2])):
         return f"{_LOCAL}: give a local path, and copy the files with the store's own tool."
     repository = match[2] if match else text
-    if not _HUB_NAME.fullmatch(repository) or Path(repository.partition("/")[0]).exists():
+    is_local = not match and Path(repository.partition("/")[0]).exists()
+    if is_local or not _HUB_NAME.fullmatch(repository):
         return ""
     kind = " --repo-type dataset" if repository.startswith("datasets/") else ""
     line = f"hf download {shlex.quote(repository.removeprefix('datasets/'))}{kind} --local-dir FOLDER"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from triaxis.engine.config.foreign_names import ALWAYS_ON, our_name, unknown_key
 from triaxis.engine.config.load import ENVIRONMENT, as_overrides, load_config
+from triaxis.engine.config.megatron_arguments import ARGUMENTS
 from triaxis.engine.config.phases import with_fields
 from triaxis.engine.config.section import plain
 from triaxis.engine.config.tree import Config, broken_rules
@@ -23,7 +24,6 @@ from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.program import triaxis
 from triaxis.models.interop.megatron.command_line.convert import from_command_line
-from triaxis.models.interop.megatron.command_line.parse import is_argument
 
 SCRIPT = "TRIAXIS_SCRIPT"
 """Variable with the path of launch/pretrain_gpt.sh as it was typed, if that script started the command."""
@@ -81,7 +81,7 @@ def answers(
     problems = (
         [_with_command(prog, answer, parse, read_without), *answer.problems] if answer.replaced else answer.problems
     )
-    if problems and sum(map(is_argument, names)) > 1:
+    if problems and sum(name in ARGUMENTS for name in names) > 1:
         problems[-1] += f"\n     {OF_A_SCRIPT}"
     return problems
 

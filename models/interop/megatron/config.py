@@ -16,9 +16,11 @@ from typing import Any, get_type_hints
 from triaxis.engine.config.attention_kinds import KindFields, beyond_plain
 from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
 from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.megatron_arguments import ARGUMENTS, LISTS, equal_fields, plain_text, taken_over
 from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.section import Section
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, shown
 from triaxis.models.interop.megatron import schedule
@@ -33,41 +35,6 @@ from triaxis.models.interop.sections import checked_model
 
 Args = Mapping[str, Any]
 
-_NAMES = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "kv_channels": "head_dim",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "seq_length": "seq_length",
-    "rotary_base": "rope_base",
-    "hidden_dropout": "hidden_dropout",
-    "attention_dropout": "attention_dropout",
-    "init_method_std": "init_std",
-}
-"""Their argument -> our field of `model`, value unchanged."""
-
-_TRAIN = {
-    "global_batch_size": "global_batch_size",
-    "micro_batch_size": "micro_batch_size",
-    "train_iters": "steps",
-    "seed": "seed",
-}
-_OPTIMIZER = {
-    "lr": "lr",
-    "weight_decay": "weight_decay",
-    **{names[0]: ours for kind in OPTIMIZERS.values() for ours, names in kind.fields.items()},
-}
-"""The same tables for `train` and `optimizer`."""
-
-_LOSS_SCALE = {
-    "initial_loss_scale": "initial",
-    "loss_scale_window": "window",
-    "hysteresis": "hysteresis",
-    "min_loss_scale": "minimum",
-}
-"""Their argument -> our field of `precision.loss_scale`."""
-
 _OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {
     kind.megatron: name for name, kind in OPTIMIZERS.items() if kind.megatron
 }
@@ -76,61 +43,30 @@ _OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {
 _LESS_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
 """Arguments, before Megatron-LM 0.16 and since then, for norms whose stored weight is the gain minus one."""
 
-_CHOICES = (
-    "normalization",
-    "position_embedding_type",
-    "num_query_groups",
-    "norm_epsilon",
-    "layernorm_epsilon",
-    "optimizer",
-    "clip_grad",
-    *schedule.ARGUMENTS,
-    "padded_vocab_size",
-    "vocab_size",
-    "tokenizer_type",
-    *_LESS_ONE,
-    "rotary_percent",
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "softmax_scale",
-    "softmax_type",
-    "mtp_num_layers",
-    "mtp_loss_scaling_factor",
-    "calculate_per_token_loss",
-    "loss_scale",
-)
-"""Arguments that the functions below read by name, in addition to the tables above."""
-
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 
 _ONE_MORE = {"rmsnorm": "rmsnorm_1p"}
 """Our norm -> our norm that stores the gain minus one, as `apply_layernorm_1p` does."""
 
-_MTP_WEIGHT = 0.1
-"""Megatron-LM's default for `mtp_loss_scaling_factor`."""
-
 _NORMS = {kind.megatron: name for name, kind in NORMS.items() if kind.megatron is not None}
 _POSITIONS = {kind.megatron: name for name, kind in POSITIONS.items() if kind.megatron is not None}
 
-OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "num_experts": ((None, 0), "checkpoints with experts cannot be imported yet"),
-    "multi_latent_attention": ((False, None), "multi-latent attention is not built"),
-    "mtp_use_repeated_layer": ((False, None), "one layer that predicts several tokens ahead in turn is not built"),
-    "heterogeneous_layers_config_path": ((None,), "layers of different shapes are not built"),
-    "is_hybrid_model": ((False, None), "state-space layers are not built"),
-    "hybrid_layer_pattern": ((None,), "state-space layers are not built"),
-    "experimental_attention_variant": ((None,), "other kinds of attention are not built"),
-    "linear_attention_freq": ((None,), "linear attention is not built"),
-    "attention_output_gate": ((False, None), "gated attention output is not built"),
-    "qk_l2_norm": ((False, None), "L2 norm of queries and keys is not built"),
-    "quick_geglu": ((False, None), "a gate of x sigmoid(1.702 x) is not built"),
-    "glu_linear_offset": ((0, 0.0, None), "an offset in the gated MLP is not built"),
-    "activation_func_clamp_value": ((None,), "clamped activations are not built"),
-    "apply_residual_connection_post_layernorm": ((False, None), "residuals after the norm are not built"),
-    "rotary_interleaved": ((False, None), "RoPE that pairs neighbours is not built: pairs are i and i + head_dim / 2"),
+_OFF_ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
+    **{each.dest: (each.accepted, each.why or "") for each in ARGUMENTS.values() if each.group == "another model"},
+    "num_experts": (("0",), "checkpoints with experts cannot be imported yet"),
+    "multi_latent_attention": ((), "multi-latent attention is not built"),
 }
-"""Argument -> (allowed values, why no other is allowed). An argument may also be absent."""
+"""Argument -> (values that are allowed besides None and False, why no other is). An argument may also be absent."""
+
+_PLAIN = (
+    *(
+        each.dest
+        for each in ARGUMENTS.values()
+        if each.group in ("model", "training") and each.kind not in ("pattern", "dtype", *LISTS)
+    ),
+    *("layernorm_epsilon", "softmax_scale", "tokenizer_type", *_LESS_ONE),
+)
+"""Arguments that are read from checkpoints, and are numbers or words there."""
 
 
 def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, Any]:
@@ -150,7 +86,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
     problems += _unusable(args)
     if nested := list(_nested(args)):
         raise ConfigError([*problems, *nested], source)
-    model = {ours: args[theirs] for theirs, ours in _NAMES.items() if args.get(theirs) is not None}
+    model = taken_over(args, "model")
     model["num_kv_heads"] = args.get("num_query_groups") if args.get("group_query_attention") else None
     model["tie_embeddings"] = not args.get("untie_embeddings_and_output_weights", False)
     model["bias"] = "all" if args.get("add_bias_linear", True) else "qkv" if args.get("add_qkv_bias") else "none"
@@ -199,10 +135,7 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
         TypeError: a length, size or rate of the schedule is no number below 2^63.
     """
     notes = []
-    train, optimizer = (
-        {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
-        for names in (_TRAIN, _OPTIMIZER)
-    )
+    optimizer = taken_over(args, "optimizer")
     theirs = args.get("optimizer", "adam")
     if theirs in _OPTIMIZER_NAMES:
         name = optimizer["name"] = _OPTIMIZER_NAMES[theirs]
@@ -227,7 +160,7 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
         )
     dtype = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     precision = {"dtype": dtype} | ({"loss_scale": _loss_scale(args)} if dtype == "fp16" else {})
-    return {"train": train, "optimizer": optimizer, "precision": precision}, notes
+    return {"train": taken_over(args, "train"), "optimizer": optimizer, "precision": precision}, notes
 
 
 def megatron_args(model: ModelConfig) -> dict[str, Any]:
@@ -256,9 +189,8 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems)
     bias = model.bias == "all"
-    args = {theirs: getattr(model, ours) for theirs, ours in _NAMES.items()}
     return (
-        args
+        _given_back(model, "model")
         | attention_args(model)
         | _mtp_args(model)
         | {
@@ -295,9 +227,9 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
         ConfigError: an extension provides the learning-rate schedule.
     """
     optimizer, dtype = config.optimizer, config.precision.dtype
-    args = {theirs: getattr(config.train, ours) for theirs, ours in _TRAIN.items()}
-    args |= {theirs: getattr(optimizer, ours) for theirs, ours in _OPTIMIZER.items()}
-    return args | {
+    return {
+        **_given_back(config.train, "train"),
+        **_given_back(optimizer, "optimizer"),
         "optimizer": OPTIMIZERS[optimizer.name].megatron,
         "train_iters": planned_steps(config),
         **schedule.schedule_args(config),
@@ -344,27 +276,29 @@ def _loss_scale(args: Args) -> dict[str, Any] | None:
     """Build an fp16 run's `precision.loss_scale`, or None if no argument mentions it."""
     if args.get("loss_scale"):
         return {"static": args["loss_scale"]}
+    scale = taken_over(args, "precision.loss_scale")
     # Megatron-LM stores the window, a whole number of steps, as a float.
-    return {
-        ours: int(args[theirs]) if ours == "window" else args[theirs]
-        for theirs, ours in _LOSS_SCALE.items()
-        if args.get(theirs) is not None
-    } or None
+    return {ours: int(value) if ours == "window" else value for ours, value in scale.items()} or None
+
+
+def _given_back(section: Section, name: str) -> dict[str, Any]:
+    """Build the arguments whose values are those of fields in a section, such as `model`."""
+    return {theirs: getattr(section, ours) for theirs, ours in equal_fields(name).items()}
 
 
 def _loss_scale_args(scaling: LossScaleConfig | None) -> dict[str, Any]:
     """Build Megatron-LM's loss-scale arguments, empty if the dtype needs no scale."""
     if scaling is None:
         return {}
-    return {"loss_scale": scaling.static, **{theirs: getattr(scaling, ours) for theirs, ours in _LOSS_SCALE.items()}}
+    return {"loss_scale": scaling.static, **_given_back(scaling, "precision.loss_scale")}
 
 
 def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
     """Add `mtp` to `model` if the arguments ask for multi-token prediction layers. Yields problems."""
-    number, weight = args.get("mtp_num_layers"), args.get("mtp_loss_scaling_factor")
+    number = args.get("mtp_num_layers")
     if not number:
         return
-    model["mtp"] = {"num_layers": number, "loss_weight": _MTP_WEIGHT if weight is None else weight}
+    model["mtp"] = {"loss_weight": ARGUMENTS["mtp-loss-scaling-factor"].default, **taken_over(args, "model.mtp")}
     if model["position"] == "learned":
         yield f"mtp_num_layers = {number} with learned positions: tokens ahead are embedded without a position here."
     for name in LISTS_BY_LAYER:
@@ -374,21 +308,20 @@ def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
 
 def _mtp_args(model: ModelConfig) -> dict[str, Any]:
     """Build the arguments for multi-token prediction, empty without such layers."""
-    if model.mtp is None:
-        return {}
-    return {"mtp_num_layers": model.mtp.num_layers, "mtp_loss_scaling_factor": model.mtp.loss_weight}
+    return {} if model.mtp is None else _given_back(model.mtp, "model.mtp")
 
 
 def _unusable(args: Args) -> Iterator[str]:
-    for name, (off, why) in OFF_ONLY.items():
+    for name, (off, why) in _OFF_ONLY.items():
         value = args.get(name)
         # Nested values are never compared: comparing a tensor, or lists within lists, can take unbounded time.
-        if value is not None and (not isinstance(value, bool | int | float | str) or value not in off):
+        is_off = value is None or value is False or (isinstance(value, int | float | str) and plain_text(value) in off)
+        if not is_off:
             yield f"{name} = {shown(value)}: {why}; the model would be another one."
 
 
 def _nested(args: Args) -> Iterator[str]:
-    for name in dict.fromkeys((*_NAMES, *_TRAIN, *_OPTIMIZER, *_LOSS_SCALE, *_REQUIRED, *_CHOICES)):
+    for name in dict.fromkeys(_PLAIN):
         value = args.get(name)
         if value is not None and not isinstance(value, bool | int | float | str):
             yield f"{name} = {shown(value)}: must be a number or a word; Megatron-LM writes no other. Restore the file from a copy."

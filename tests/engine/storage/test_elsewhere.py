@@ -100,6 +100,14 @@ def test_an_address_has_both_its_slashes() -> None:
         load_tokenizer("hf://openai/gpt2")
 
 
+def test_an_address_is_no_path_beside_a_folder_of_its_owners_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai").mkdir()
+    assert how_to_bring("openai/gpt2") == "" and "hf download openai/gpt2" in how_to_bring("hf://openai/gpt2")
+
+
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from triaxis.engine.config.foreign_names import OF_THE_LAYOUT
+from triaxis.engine.config.megatron_arguments import taken_over
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.megatron.attention_args import LISTS_BY_LAYER
 from triaxis.models.interop.megatron.command_line.parse import Parsed
@@ -26,7 +27,8 @@ _OF_MLA = ("num_query_groups", "group_query_attention", "kv_channels", "qk_layer
 _YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 """MLATransformerConfig constants that no argument in version 0.16 changes."""
 
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+OF_A_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+"""Arguments without which a model has no shape."""
 
 
 def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
@@ -37,13 +39,9 @@ def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
     Args:
         vocab_size: number of tokens in the tokenizer; None takes it from the arguments.
     """
-    args = dict(parsed.args)
-    if lacking := [name for name in _REQUIRED if args[name] is None]:
-        parsed.problems += [
-            f"--{name.replace('_', '-')} is missing: the model has no shape without it." for name in lacking
-        ]
+    if any(parsed.args[name] is None for name in OF_A_SHAPE):
         return {}
-    args |= _completed(args)
+    args = parsed.args | _completed(parsed.args)
     _positions_have_rows(parsed, args)
     plain = {name: value for name, value in args.items() if name not in ("num_experts", "multi_latent_attention")}
     if args["multi_latent_attention"]:
@@ -109,28 +107,15 @@ def _read_latents(parsed: Parsed, args: Fields, model: Fields) -> None:
 
     Problems and missing features are added to `parsed`.
     """
-    if args["group_query_attention"]:
-        parsed.problems.append(
-            "--group-query-attention with --multi-latent-attention: Megatron-LM refuses both. Remove one."
-        )
     if args["mscale_all_dim"] and not args["mscale"]:
         parsed.lacks("mscale-all-dim", "it goes with an --mscale above 0")
     if not args["qk_layernorm"]:
         parsed.lacks("multi-latent-attention", "latents are normalised here: add --qk-layernorm")
     for name in ("head_dim", "num_kv_heads"):
         model.pop(name, None)
-    model["mla"] = {
-        "kv_lora_rank": args["kv_lora_rank"],
-        "qk_nope_head_dim": args["qk_head_dim"],
-        "qk_rope_head_dim": args["qk_pos_emb_head_dim"],
-        "v_head_dim": args["v_head_dim"],
-    }
-    if args["q_lora_rank"] is not None:
-        model["mla"]["q_lora_rank"] = args["q_lora_rank"]
+    model["mla"] = taken_over(args, "model.mla")
     factor, model_has_rope = args["rotary_scaling_factor"], model["position"] == "rope"
-    if args["rope_type"] not in (None, "yarn", "rope"):
-        parsed.problems.append(f"--rope-type {args['rope_type']}: must be rope or yarn.")
-    elif args["rope_type"] != "rope" and factor != 1 and model_has_rope:
+    if args["rope_type"] != "rope" and factor != 1 and model_has_rope:
         model["rope_scaling"] = {
             "type": "yarn",
             "factor": factor,
@@ -153,19 +138,13 @@ def _magnitudes(factor: float, mscale: float, all_dim: float) -> Fields:
 def _read_experts(parsed: Parsed, args: Fields, model: Fields) -> None:
     """Add `moe` and `layers` to `model`. Problems and missing features are added to `parsed`."""
     width = args["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
-    top_k, score = args["moe_router_topk"], args["moe_router_score_function"]
-    if score not in ("softmax", "sigmoid"):
-        parsed.lacks("moe-router-score-function", f"scores are softmax or sigmoid, not {score}")
-        score = "softmax"
-    is_softmax = score == "softmax"
-    moe: Fields = {
-        "num_experts": args["num_experts"],
-        "top_k": top_k,
+    moe = {
+        **taken_over(args, "model.moe"),
         "ffn_hidden_size": width,
-        "score": score,
         # Softmax over the k largest logits equals softmax over all, divided by the sum of the k probabilities.
-        "normalize": not args["moe_router_pre_softmax"] if is_softmax else top_k > 1,
-        "scaling": args["moe_router_topk_scaling_factor"] or 1.0,
+        "normalize": args["moe_router_topk"] > 1
+        if args["moe_router_score_function"] == "sigmoid"
+        else not args["moe_router_pre_softmax"],
     }
     shared = args["moe_shared_expert_intermediate_size"] or 0
     if shared % width:
@@ -178,14 +157,12 @@ def _read_experts(parsed: Parsed, args: Fields, model: Fields) -> None:
     moe["balance"] = balance = _balance(parsed, args)
     if args["moe_router_enable_expert_bias"] and not balance.get("bias_rate"):
         moe["choice_bias"] = True
-    if args["moe_router_force_load_balancing"]:
-        moe["force_balanced"] = True
     model["moe"] = moe
     if "layers" in model:
         given = next(name for name in LISTS_BY_LAYER if args[name] is not None)
         parsed.lacks(given.replace("_", "-"), "layers that differ by their attention, with experts, are not taken over")
         del model["layer_kinds"]
-    kinds = _expert_layers(parsed, args["moe_layer_freq"], model["num_layers"])
+    kinds = _expert_layers(parsed, args["moe_layer_freq"] or 1, model["num_layers"])
     model["layers"] = [name if (count := len(list(run))) == 1 else f"{name}*{count}" for name, run in groupby(kinds)]
 
 
@@ -222,18 +199,9 @@ def _balance(parsed: Parsed, args: Fields) -> Fields:
     for kind, factor in zip(kinds, factors, strict=True):
         if kind == "seq_aux_loss":
             balance["sequence_loss"] = factor
-        elif kind in ("aux_loss", "global_aux_loss"):
-            if factor:
-                why = (
-                    OF_THE_LAYOUT["moe_aux_loss_coeff"]
-                    if kind == "aux_loss"
-                    else "it weighs the load of a global batch"
-                )
-                parsed.lacks(
-                    "moe-aux-loss-coeff", f"{why}: use --moe-router-load-balancing-type seq_aux_loss, or the bias"
-                )
-        elif kind != "none":
-            parsed.lacks("moe-router-load-balancing-type", f"{kind} is not built")
+        elif kind != "none" and factor:
+            why = OF_THE_LAYOUT["moe_aux_loss_coeff"] if kind == "aux_loss" else "it weighs the load of a global batch"
+            parsed.lacks("moe-aux-loss-coeff", f"{why}: use --moe-router-load-balancing-type seq_aux_loss, or the bias")
     return balance
 
 

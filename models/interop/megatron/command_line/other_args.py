@@ -15,8 +15,9 @@ import shlex
 from typing import Any
 
 from triaxis.engine.config.foreign_names import FOREIGN_VALUES
+from triaxis.engine.config.megatron_arguments import ARGUMENTS, taken_over
 from triaxis.engine.program import triaxis
-from triaxis.models.interop.megatron.command_line.parse import Parsed
+from triaxis.models.interop.megatron.command_line.parse import Parsed, flag
 
 Fields = dict[str, Any]
 
@@ -32,20 +33,13 @@ def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
     """Build the sections parallel, recompute and offload. Problems are added to `parsed`, notes for the user to `notes`."""
     args = parsed.args
     tp, pp = args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]
-    methods = {_CP_METHODS.get(method) for method in args["cp_comm_type"]}
-    method = methods.pop() if len(methods) == 1 else "auto"
-    parallel: Fields = {
-        "tp": tp,
-        "pp": pp,
-        "cp": args["context_parallel_size"],
+    parallel = {
+        **taken_over(args, "parallel"),
         # Megatron-LM disables it if tp is 1.
         "sequence_parallel": args["sequence_parallel"] and tp > 1,
     }
-    if method is None:
-        parsed.problems.append(
-            f"--cp-comm-type {' '.join(args['cp_comm_type'])}: must be one of {', '.join(_CP_METHODS)}."
-        )
-    elif method != "auto":
+    methods = {_CP_METHODS[method] for method in args["cp_comm_type"]}
+    if len(methods) == 1 and (method := methods.pop()) != "auto":
         parallel["cp_method"] = method
     if args["num_experts"]:
         parallel["ep"] = args["expert_model_parallel_size"]
@@ -53,38 +47,24 @@ def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
     parallel |= _stages(parsed, pp)
     sections = {"parallel": parallel, "recompute": _recompute(parsed, notes)}
     if args["cpu_offloading_num_layers"]:
-        sections["offload"] = {"num_layers": args["cpu_offloading_num_layers"]}
+        sections["offload"] = taken_over(args, "offload")
     return sections
 
 
 def _stages(parsed: Parsed, pp: int) -> Fields:
     """Build `parallel.vpp`, and `layers_per_stage` if stages differ."""
-    args, problems = parsed.args, parsed.problems
-    num_layers = args["num_layers"]
-    ways = [
-        name
-        for name in (
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "pipeline_model_parallel_layout",
-        )
-        if args[name] is not None
-    ]
-    if len(ways) > 1:
-        problems.append(
-            f"{' with '.join(_flag(name) for name in ways)}: Megatron-LM takes one of them. Remove the others."
-        )
-    if len(ways) > 1 or num_layers is None or pp < 1:
+    args = parsed.args
+    num_layers, each = args["num_layers"], args["num_layers_per_virtual_pipeline_stage"]
+    if num_layers is None or pp < 1:
         return {"vpp": 1}
-    if ways == ["pipeline_model_parallel_layout"]:
+    if args["pipeline_model_parallel_layout"] is not None:
         return _listed_stages(parsed, pp)
     more_at_first, more_at_last = (int(args[f"account_for_{end}_in_pipeline_split"]) for end in ("embedding", "loss"))
     slots = num_layers + more_at_first + more_at_last
     vpp = args["num_virtual_stages_per_pipeline_rank"] or 1
-    if ways == ["num_layers_per_virtual_pipeline_stage"]:
-        each = args["num_layers_per_virtual_pipeline_stage"]
+    if each is not None:
         if each < 1 or slots % (pp * each):
-            problems.append(
+            parsed.problems.append(
                 f"--num-layers-per-virtual-pipeline-stage {each}: {slots} layers over {pp} pipeline ranks are no whole number of "
                 f"chunks of {each}."
             )
@@ -130,20 +110,24 @@ def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> 
 def _listed_stages(parsed: Parsed, pp: int) -> Fields:
     """Build `vpp` and `layers_per_stage` from a layout string.
 
-    t is a layer, E the embedding, m a multi-token prediction layer and L the loss. | separates stages; (..)*n and t*n repeat. Only
-    the places of t are used.
+    t is a layer, E the embedding, m a multi-token prediction layer and L the loss. | separates stages; (..)*n and t*n repeat.
     """
     given = parsed.args["pipeline_model_parallel_layout"]
     text = re.sub(r"[\s,]", "", given)
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtmL|])\*(\d+)"):
         text = re.sub(repeated, lambda found: found[1] * min(int(found[2]), 10_000), text)
-    stages = [stage.count("t") for stage in text.split("|")]
-    if re.search(r"[^EtmL|]", text) or len(stages) % pp or sum(stages) != parsed.args["num_layers"]:
+    stages, num_ahead = [stage.count("t") for stage in text.split("|")], parsed.args["mtp_num_layers"] or 0
+    is_whole = re.fullmatch(r"E[t|]*[m|]*L", text) and text.count("m") == num_ahead
+    if not is_whole or len(stages) % pp or sum(stages) != parsed.args["num_layers"]:
         parsed.problems.append(
-            f"--pipeline-model-parallel-layout {given}: must be stages of E, t, m and L with | between them, n x {pp} of them, and "
-            f"{parsed.args['num_layers']} t."
+            f"--pipeline-model-parallel-layout {given}: must be E, {parsed.args['num_layers']} t, {num_ahead} m and L, in this "
+            f"order, in n x {pp} stages with | between them."
         )
         return {"vpp": 1}
+    if re.search(r"m.*\|", text):
+        parsed.lacks(
+            "pipeline-model-parallel-layout", "layers of tokens ahead (m) and the loss (L) are in one stage, the last"
+        )
     return {"vpp": len(stages) // pp, "layers_per_stage": stages}
 
 
@@ -153,8 +137,7 @@ def _recompute(parsed: Parsed, notes: list[str]) -> Fields:
     if granularity is None:
         return {"granularity": "none"}
     if granularity == "full":
-        method = args["recompute_method"] or "uniform"
-        return {"granularity": "full", "method": method, "num_layers": args["recompute_num_layers"] or 1}
+        return {"granularity": "full", "method": "uniform", "num_layers": 1, **taken_over(args, "recompute")}
     modules = args["recompute_modules"] or ["core_attn"]
     parts = [_PARTS[name] for name in modules if name in _PARTS]
     if "mlp" in parts and args["sequence_parallel"] and args["tensor_model_parallel_size"] > 1:
@@ -176,35 +159,37 @@ def run_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
     """
     args = parsed.args
     sections = {"data": _data(parsed, notes), "checkpoint": _checkpoint(parsed)}
-    sections["telemetry"] = {"log_interval": args["log_interval"], "tensorboard": bool(args["tensorboard_dir"])}
+    sections["telemetry"] = {**taken_over(args, "telemetry"), "tensorboard": bool(args["tensorboard_dir"])}
     if args["wandb_project"]:
-        names = {"project": "wandb_project", "entity": "wandb_entity", "name": "wandb_exp_name"}
-        sections["telemetry"]["wandb"] = {ours: args[theirs] for ours, theirs in names.items() if args[theirs]}
+        sections["telemetry"]["wandb"] = taken_over(args, "telemetry.wandb")
     if args["check_weight_hash_across_dp_replicas_interval"]:
-        sections["resilience"] = {"replica_check_interval": args["check_weight_hash_across_dp_replicas_interval"]}
+        sections["resilience"] = taken_over(args, "resilience")
     sections["runtime"] = {
         "timeout_seconds": args["distributed_timeout_minutes"] * 60.0,
         "deterministic": args["deterministic_mode"],
     }
     if args["attention_dropout"]:
-        # Fused kernels draw dropout masks that depend on the layout.
         sections["kernels"] = {"attention": "explicit"}
+        notes.append(
+            "kernels.attention is explicit, which is slower: the dropout masks of fused kernels depend on the layout. With "
+            "--attention-dropout 0 they are used"
+        )
+    for each in (ARGUMENTS[name] for names in parsed.without_effect.values() for name in names):
+        # The machine decides about kernels and the backend of collectives.
+        if each.ours and not each.ours.startswith(("kernels.", "runtime.")):
+            notes.append(f"--{each.name} is not taken over; what does so here is {each.ours}")
     return sections
 
 
 def _data(parsed: Parsed, notes: list[str]) -> Fields:
     args = parsed.args
     data: Fields = {
+        **taken_over(args, "data"),
         "attention": "within" if args["reset_attention_mask"] else "across",
         "positions": "document" if args["reset_position_ids"] else "sample",
         "count_document_starts": not args["eod_mask_loss"],
     }
-    sources = [name for name in ("data_path", "train_data_path", "mock_data") if args[name]]
-    if len(sources) > 1:
-        parsed.problems.append(
-            f"{' with '.join(map(_flag, sources))}: two sources of data; Megatron-LM takes one. Remove the others."
-        )
-    if not sources:
+    if not (args["data_path"] or args["train_data_path"] or args["mock_data"]):
         parsed.problems.append("--data-path or --mock-data is missing: there is nothing to learn from.")
     if args["mock_data"]:
         data["synthetic"] = True
@@ -218,11 +203,7 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
             )
     elif args["data_path"]:
         data |= {"train": _blend(parsed, "data_path"), "split": _split(parsed)}
-    if args["data_cache_path"]:
-        data["cache_dir"] = args["data_cache_path"]
-    if args["tokenizer_model"]:
-        data["tokenizer"] = args["tokenizer_model"]
-    elif args["vocab_file"]:
+    if args["vocab_file"] and not args["tokenizer_model"]:
         notes.append(
             f"data.tokenizer is not set: {args['vocab_file']} is not read; docs/interop.md has the line that makes a "
             "tokenizer.json of it. Until then text is shown as bytes"
@@ -243,7 +224,7 @@ def _blend(parsed: Parsed, name: str) -> list[dict[str, Any]]:
         return [{"path": path, "weight": float(weight)} for weight, path in zip(words[::2], words[1::2], strict=True)]
     except ValueError:
         parsed.problems.append(
-            f"{_flag(name)} {' '.join(words)}: must be a weight before each prefix. Without weights Megatron-LM takes the sizes of "
+            f"{flag(name)} {' '.join(words)}: must be a weight before each prefix. Without weights Megatron-LM takes the sizes of "
             "the corpora, which are not read here."
         )
         return []
@@ -269,7 +250,7 @@ def _checkpoint(parsed: Parsed) -> Fields:
             parsed.problems.append(
                 "--save without --save-interval: Megatron-LM needs both. Give the iterations between saves."
             )
-        checkpoint |= {"dir": args["save"], "interval": args["save_interval"]}
+        checkpoint |= taken_over(args, "checkpoint")
         if args["save_retain_interval"]:
             checkpoint |= {"keep_last": 1, "keep_every": args["save_retain_interval"]}
     if args["load"] and args["load"] != args["save"]:
@@ -279,7 +260,3 @@ def _checkpoint(parsed: Parsed) -> Fields:
             + triaxis(f"import {shlex.quote(args['load'])} imported"),
         )
     return checkpoint
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -7,28 +7,19 @@ torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --bf16 --log-through
 
 import ast
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from triaxis.engine.config.megatron_arguments import ARGUMENTS, LISTS, READ, SWITCHES, WITHOUT_EFFECT, Argument, typed
 from triaxis.engine.errors import ConfigError, brief, shown
 from triaxis.engine.storage.elsewhere import why_no_path
 from triaxis.engine.storage.state_files import read_text
-from triaxis.models.interop.megatron.command_line.flags import FLAGS, MANY, SWITCHES, Flag
-from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART, Arity, Missing
-from triaxis.models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
 
 MOST_LISTED = 10_000
 """Maximum number of list entries that an expression may produce."""
-
-_PASSED_OVER: Mapping[str, tuple[str, Arity]] = {
-    word.rstrip("=+?"): (topic, word[-1] if word[-1] in "=+?" else "")  # type: ignore[misc]
-    for topic, words in WITHOUT_EFFECT.items()
-    for word in words.split()
-}
-"""Argument without effect here -> (topic, arity)."""
 
 
 @dataclass
@@ -36,11 +27,11 @@ class Parsed:
     """Parsed Megatron-LM command line.
 
     Attributes:
-        args: values of all supported arguments, by `Flag.dest`, as Megatron-LM's parser would set them, defaults included.
+        args: values of all supported arguments, by `Argument.dest`, as Megatron-LM's parser would set them, defaults included.
         given: names of the arguments that were given, without leading dashes, in order.
         without_effect: topic -> names of given arguments that have no effect here.
         missing: name of an argument -> why its feature has no counterpart here.
-        read: names of given arguments that are supported here.
+        swallowed: names of arguments that `--ignore` left out with all of their words, because these could not be read.
         problems: problems with the command line, as sentences.
     """
 
@@ -48,17 +39,12 @@ class Parsed:
     given: list[str] = field(default_factory=list)
     without_effect: dict[str, list[str]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    read: set[str] = field(default_factory=set)
+    swallowed: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def lacks(self, name: str, why: str) -> None:
         """Record why a feature has no counterpart here. The argument `name` switches the feature on. The first reason stays."""
         self.missing.setdefault(name, why)
-
-
-def is_argument(name: str) -> bool:
-    """Whether Megatron-LM has an argument with this name, given without leading dashes."""
-    return name in FLAGS or name in _PASSED_OVER or name in NO_COUNTERPART
 
 
 def words_of(texts: Sequence[str]) -> list[str]:
@@ -93,38 +79,23 @@ def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
 
     Args:
         words: words from `words_of`; a launcher and the script's name, such as pretrain_gpt.py, are skipped.
-        ignored: argument names without leading dashes. Unknown arguments among these are skipped with all their values. If a known
-            one has no effect or counterpart here, its number of values is not checked.
+        ignored: argument names without leading dashes. An argument among these is left out if its words cannot be read.
     """
-    parsed = Parsed({flag.dest: flag.default for flag in FLAGS.values()})
+    parsed = Parsed({each.dest: each.default for each in ARGUMENTS.values() if each.group in READ})
     values: dict[str, list[str]] = {}
     for name, found in _by_name(_without_launcher(words), parsed.problems):
-        if name in values and values[name] != found:
+        if values.get(name, found) != found and name not in ignored:
             parsed.problems.append(
                 f"--{name} is given twice, with {_text(values[name])} and {_text(found)}: Megatron-LM takes the last. Remove one."
             )
         values[name] = found
     parsed.given = list(values)
     for name, found in values.items():
-        if unfilled := [value for value in found if "$" in value]:
-            parsed.problems.append(
-                f"--{name} {unfilled[0]}: a shell variable that was not filled in. Give its value: `echo` prints the line as the "
-                "shell makes it."
-            )
-        elif (flag := FLAGS.get(name)) is not None:
-            parsed.read.add(name)
-            _read(flag, found, parsed)
-        elif name in _PASSED_OVER:
-            topic, arity = _PASSED_OVER[name]
-            parsed.without_effect.setdefault(topic, []).append(name)
-            parsed.problems += [] if name in ignored else _wrong_number(name, arity, found)
-        elif (missing := NO_COUNTERPART.get(name)) is not None:
-            # A line printed by a script has lost the quotes around a value with several words.
-            parsed.problems += [] if name in ignored else _wrong_number(name, missing.arity, found)
-            if not _is_off(missing, found):
-                parsed.lacks(name, missing.why)
-        elif name not in ignored:
-            parsed.problems.append(_unknown(name))
+        problem = _read(name, found, parsed)
+        if problem and name in ignored:
+            parsed.swallowed.append(name)
+        elif problem:
+            parsed.problems.append(problem)
     return parsed
 
 
@@ -136,11 +107,11 @@ def _split(text: str, source: str) -> list[str]:
 
 
 def _without_launcher(words: Sequence[str]) -> Sequence[str]:
-    """Drop the words up to and including the first .py word, if no supported argument precedes it."""
+    """Drop the words up to and including the first .py word, if no argument of Megatron-LM precedes it."""
     script = next(
         (place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None
     )
-    known = next((place for place, word in enumerate(words) if word.removeprefix("--") in FLAGS), len(words))
+    known = next((place for place, word in enumerate(words) if word.removeprefix("--") in ARGUMENTS), len(words))
     return words if script is None or script > known else words[script + 1 :]
 
 
@@ -165,16 +136,35 @@ def _by_name(words: Sequence[str], problems: list[str]) -> Iterator[tuple[str, l
         problems.append(f"{_text(strays)}: no argument. Each one begins with two dashes, such as --num-layers 24.")
 
 
-def _read(flag: Flag, found: list[str], parsed: Parsed) -> None:
-    """Store a supported argument's value in `parsed.args`, or add a problem."""
-    arity: Arity = "" if flag.kind in SWITCHES else "+" if flag.kind in MANY else "="
-    if wrong := _wrong_number(flag.name, arity, found):
-        parsed.problems += wrong
-        return
+def _read(name: str, found: list[str], parsed: Parsed) -> str | None:
+    """Record an argument's values in `parsed`, or return the problem with them."""
+    argument = ARGUMENTS.get(name)
+    if argument is None:
+        return _unknown(name)
+    if argument.group not in (*READ, *WITHOUT_EFFECT) and (argument.other_values(found) or not argument.accepted):
+        parsed.lacks(name, argument.why or "")
+    if unfilled := next((value for value in found if "$" in value), None):
+        return (
+            f"--{name} {unfilled}: a shell variable that was not filled in. Give its value: `echo` prints the line as the shell "
+            "makes it."
+        )
+    if wrong := _wrong_number(argument, found):
+        return wrong
+    if argument.group in WITHOUT_EFFECT:
+        parsed.without_effect.setdefault(argument.group, []).append(name)
+    if argument.group not in READ:
+        return None
     try:
-        parsed.args[flag.dest] = _value(flag, found)
+        value = pattern(found[0]) if argument.kind == "pattern" else typed(argument.kind, found)
     except (ValueError, SyntaxError):
-        parsed.problems.append(f"--{flag.name} {_text(found)}: must be {_MEANING[flag.kind]}.")
+        return f"--{name} {_text(found)}: must be {_MEANING[argument.kind]}."
+    if argument.accepted and (others := argument.other_values(found)):
+        if argument.why is None:
+            return f"--{name} {_text(found)}: must be one of {', '.join(argument.accepted)}."
+        parsed.lacks(name, f"{', '.join(others)} is not built: {', '.join(argument.accepted)} are")
+    else:
+        parsed.args[argument.dest] = value
+    return None
 
 
 _MEANING = {
@@ -184,26 +174,6 @@ _MEANING = {
     "floats": "numbers",
     "pattern": "a whole number or a list such as ([0]*3+[1])*4",
 }
-
-
-def _value(flag: Flag, found: list[str]) -> Any:
-    match flag.kind:
-        case "switch" | "off":
-            return flag.kind == "switch"
-        case "int":
-            return int(found[0])
-        case "float":
-            return float(found[0])
-        case "ints":
-            return [int(word) for word in found]
-        case "floats":
-            return [float(word) for word in found]
-        case "strs":
-            return found
-        case "pattern":
-            return pattern(found[0])
-        case _:
-            return found[0]
 
 
 def pattern(text: str) -> int | list[int]:
@@ -247,32 +217,22 @@ def _evaluated(node: ast.expr) -> Any:
     raise ValueError("no list")
 
 
-def _wrong_number(name: str, arity: Arity, found: list[str]) -> list[str]:
-    least, most = {"": (0, 0), "=": (1, 1), "+": (0 if name not in FLAGS else 1, MOST_LISTED), "?": (0, 1)}[arity]
-    if len(found) < least:
-        return [f"--{name} has no value: it needs one. It would take the next argument's, or fail."]
+def _wrong_number(argument: Argument, found: list[str]) -> str | None:
+    """Return the problem with the number of an argument's words; None if it is right."""
+    most = 0 if argument.kind in SWITCHES else MOST_LISTED if argument.kind in LISTS else 1
+    if not found and argument.kind not in (*SWITCHES, "any", "optional"):
+        return f"--{argument.name} has no value: it needs one. It would take the next argument's, or fail."
     if len(found) > most:
         what = "it takes no value" if most == 0 else "it takes one value"
-        return [
-            f"--{name} {_text(found)}: {what}. Remove {_text(found[most:])}, or write two dashes before an argument's name."
-        ]
-    return []
-
-
-def _is_off(missing: Missing, found: list[str]) -> bool:
-    """Whether the given values leave the argument's feature off."""
-    if len(found) != 1 or not missing.off:
-        return False
-    numbers = [value for value in missing.off if not isinstance(value, str | bool)]
-    try:
-        return found[0] in missing.off or float(found[0]) in numbers
-    except ValueError:
-        return False
+        more = _text(found[most:])
+        return (
+            f"--{argument.name} {_text(found)}: {what}. Remove {more}, or write two dashes before an argument's name."
+        )
+    return None
 
 
 def _unknown(name: str) -> str:
-    known = (*FLAGS, *_PASSED_OVER, *NO_COUNTERPART)
-    near = get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
+    near = get_close_matches(name.replace("_", "-"), ARGUMENTS, n=1, cutoff=0.7)
     hint = f"Did you mean --{near[0]}?" if near else "Remove it"
     return (
         f"--{shown(name).strip(chr(39))}: Megatron-LM has no such argument, so what it does is unknown. {hint}"
@@ -282,3 +242,8 @@ def _unknown(name: str) -> str:
 
 def _text(words: Sequence[str]) -> str:
     return " ".join(words) or "nothing"
+
+
+def flag(name: str) -> str:
+    """Write an argument as it is typed, from its name in a table or its parsed value's name."""
+    return f"--{name.replace('_', '-')}"

@@ -11,24 +11,11 @@ Arguments are on the left, the config sections built from them on the right. (..
 
 from typing import Any
 
-from triaxis.models.interop.megatron.command_line.parse import Parsed
+from triaxis.engine.config.megatron_arguments import taken_over
+from triaxis.models.interop.megatron.command_line.parse import Parsed, flag
 from triaxis.models.interop.megatron.config import training_sections
-from triaxis.models.interop.megatron.schedule import STYLES, WSD_STYLES
 
 Fields = dict[str, Any]
-
-BUILT = ("adam", "sgd")
-
-_PAIRS = (
-    ("train_iters", "train_samples"),
-    ("lr_decay_iters", "lr_decay_samples"),
-    ("lr_warmup_iters", "lr_warmup_samples"),
-    ("lr_warmup_iters", "lr_warmup_fraction"),
-    ("lr_warmup_samples", "lr_warmup_fraction"),
-    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    ("bf16", "fp16"),
-)
-"""Pairs of arguments that Megatron-LM treats as mutually exclusive."""
 
 
 def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
@@ -36,31 +23,12 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
 
     Problems are added to `parsed`, notes for the user to `notes`.
     """
-    args = dict(parsed.args)
-    for one, other in _PAIRS:
-        if args[one] and args[other]:
-            parsed.problems.append(
-                f"--{_flag(one)} with --{_flag(other)}: Megatron-LM takes one of them. Remove the other."
-            )
+    args = parsed.args
     _units_agree(parsed, args)
-    for name, why in (
-        ("micro_batch_size", "a microbatch has no size"),
-        ("global_batch_size", "it would be the micro batch times the replicas, and their number is open. Give it"),
-        ("lr", "the optimizer has no learning rate"),
-    ):
-        if args[name] is None:
-            parsed.problems.append(f"--{_flag(name)} is missing: {why}.")
     if not (args["train_iters"] or args["train_samples"]):
         parsed.problems.append("--train-iters or --train-samples is missing: the run would have no end.")
-    if parsed.problems:
-        return {}
-    if args["optimizer"] not in BUILT:
-        parsed.lacks("optimizer", f"{args['optimizer']} is not built: adam and sgd are")
-    for name, known in (("lr_decay_style", STYLES), ("lr_wsd_decay_style", WSD_STYLES)):
-        if args[name] not in known:
-            parsed.problems.append(f"--{_flag(name)} {args[name]}: must be one of {', '.join(known)}.")
     batch, samples = args["global_batch_size"], args["train_samples"]
-    if batch < 1:
+    if batch is not None and batch < 1:
         parsed.problems.append(f"--global-batch-size {batch}: must be at least 1.")
     if parsed.problems:
         return {}
@@ -76,15 +44,19 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
         parsed.lacks("lr-warmup-init", "the warm-up begins at 0")
     given = next((name for name in ("lr_decay_iters", "lr_decay_samples") if args[name]), None)
     if args["lr_decay_style"] == "WSD" and given and args[given] != args[given.replace("lr_decay", "train")]:
-        parsed.lacks(_flag(given), "WSD falls at the end of the run, not before it")
+        parsed.lacks(given.replace("_", "-"), "WSD falls at the end of the run, not before it")
     if args["ddp_bucket_size"]:
         optimizer["bucket_bytes"] = args["ddp_bucket_size"] * (2 if args["grad_reduce_in_bf16"] else 4)
     if args["eval_interval"] and args["eval_iters"]:
-        sections["eval"] = {"interval": args["eval_interval"], "steps": args["eval_iters"]}
+        sections["eval"] = taken_over(args, "eval")
     if args["eod_mask_loss"] and not args["calculate_per_token_loss"]:
         more.append(
             "the loss of a step is a mean over tokens here, as with --calculate-per-token-loss; without it Megatron-LM takes the "
             "mean of microbatches, whose tokens differ in number with --eod-mask-loss"
+        )
+    if args["fp16"]:
+        more.append(
+            "the learning rate follows the samples, also those of steps that fp16 skips; Megatron-LM's schedule waits in such steps"
         )
     notes += more
     sections["precision"] |= _precision(parsed, args)
@@ -99,7 +71,7 @@ def _units_agree(parsed: Parsed, args: Fields) -> None:
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if args[f"{name}_{other}"] and args[f"train_{unit}"]:
             parsed.problems.append(
-                f"--{_flag(name)}-{other} with --train-{unit}: Megatron-LM counts the run and its schedule in one unit. Give it in "
+                f"{flag(name)}-{other} with --train-{unit}: Megatron-LM counts the run and its schedule in one unit. Give it in "
                 f"{unit}."
             )
 
@@ -115,7 +87,7 @@ def _precision(parsed: Parsed, args: Fields) -> Fields:
     elif dtypes != {"fp32"}:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if args[name] != "fp32":
-                parsed.lacks(_flag(name), "moments are both in fp32, or both in bf16")
+                parsed.lacks(name.replace("_", "-"), "moments are both in fp32, or both in bf16")
     return fields | _fp8(parsed, args)
 
 
@@ -141,7 +113,3 @@ def _fp8(parsed: Parsed, args: Fields) -> Fields:
     ends = (args["num_layers_at_start_in_bf16"], args["num_layers_at_end_in_bf16"])
     fp8 = {"recipe": recipe, "bf16_layers": list(ends) if args["first_last_layers_bf16"] else [0, 0]}
     return {"fp8": fp8 if asked == wanted[0] else fp8 | {"format": asked}}
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")

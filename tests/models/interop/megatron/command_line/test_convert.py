@@ -23,12 +23,15 @@ from tests.models.interop.megatron.command_line.changes import (
 from tests.models.interop.megatron.command_line.published import DEEPSEEK, GPT3, LLAMA3, MIXTRAL, PUBLISHED, Published
 from triaxis.engine.config.foreign_names import FOREIGN_NAMES
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.megatron_arguments import ARGUMENTS, READ, REFUSED
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.megatron.command_line.convert import from_command_line
-from triaxis.models.interop.megatron.command_line.flags import FLAGS
-from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART
 from triaxis.models.specs import num_parameters
+
+FLAGS, NO_COUNTERPART = (
+    {name: each for name, each in ARGUMENTS.items() if each.group in groups} for groups in (READ, REFUSED)
+)
 
 
 def config_of(line: str, **more: Any) -> Config:
@@ -226,8 +229,8 @@ def test_rates_that_differ_from_megatrons_are_in_the_head() -> None:
 
 
 def test_every_argument_without_counterpart_is_in_the_list() -> None:
-    values = {"": "", "=": " 7", "+": " 7 8", "?": ""}
-    line = " ".join([BASE, *(f"--{name}{values[missing.arity]}" for name, missing in NO_COUNTERPART.items())])
+    values = {"switch": "", "str": " 7", "any": " 7 8"}
+    line = " ".join([BASE, *(f"--{name}{values[missing.kind]}" for name, missing in NO_COUNTERPART.items())])
     with pytest.raises(ConfigError) as error:
         from_command_line([line])
     assert {problem.split(":")[0].removeprefix("--") for problem in error.value.problems} == NO_COUNTERPART.keys()
@@ -237,9 +240,59 @@ def test_every_argument_without_counterpart_is_in_the_list() -> None:
 
 
 def test_values_that_switch_nothing_on_have_counterparts() -> None:
-    line = " ".join(
-        f"--{name} {missing.off[-1]}"
-        for name, missing in NO_COUNTERPART.items()
-        if missing.arity == "=" and missing.off
-    )
+    line = " ".join(f"--{name} {missing.accepted[-1]}" for name, missing in NO_COUNTERPART.items() if missing.accepted)
     assert from_command_line([BASE]) == from_command_line([f"{BASE} {line}"])
+
+
+def test_what_is_chosen_for_a_reason_is_in_the_head() -> None:
+    def head(line: str, **more: Any) -> str:
+        return from_command_line([line], **more).replace("\n#  ", "")
+
+    assert "Note" not in head(BASE)
+    assert "# Note: kernels.attention is explicit" in head(BASE.replace("--attention-dropout 0", ""))
+    assert "Megatron-LM's schedule waits in such steps" in head(FP16)
+    text = head(
+        f"{BASE} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --optimizer-cpu-offload --use-flash-attn"
+    )
+    assert "# Note: --use-megatron-fsdp is not taken over; what does so here is parallel.zero=3." in text
+    assert "--data-parallel-sharding-strategy is not taken over; what does so here is parallel.zero." in text
+    assert "is optimizer.offload=cpu." in text and text.count("not taken over") == 3
+
+
+def test_an_ignored_argument_is_listed_once() -> None:
+    line = f"{BASE} --log-throughput --strange $X --split 1 2 --timing-log-level $LEVEL"
+    text = from_command_line([line], ignored=["log-throughput", "strange", "split", "--timing-log-level"])
+    heads = [row for row in text.splitlines() if row.startswith("#")][1:]
+    assert heads == [
+        "# NOT READ, left out: --split.",
+        "# UNKNOWN, left out: --strange.",
+        "# NOT READ, left out: --timing-log-level.",
+        "# Without effect here (logging): log-throughput.",
+    ]
+    assert config_of(BASE) == Config.model_validate(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_legal"),
+    [
+        ("Ettt|tttttL", True),
+        ("ttttE|ttttL", False),
+        ("Etttt|tttt", False),
+        ("EEtttt|ttttL", False),
+        ("Ettt|mtttttL", False),
+    ],
+)
+def test_a_layout_has_every_part_in_its_place(layout: str, is_legal: bool) -> None:
+    line = f"{BASE} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {layout}"
+    if is_legal:
+        assert config_of(line).parallel.layers_per_stage == [3, 5]
+        return
+    with pytest.raises(ConfigError, match="must be E, 8 t, 0 m and L, in this order, in n x 2 stages"):
+        from_command_line([line])
+
+
+def test_layers_of_tokens_ahead_are_in_the_last_stage() -> None:
+    line = f"{ROPE} --mtp-num-layers 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+    assert config_of(f"{line} Ettttt|tttmL").parallel.layers_per_stage == [5, 3]
+    with pytest.raises(ConfigError, match="one stage, the last"):
+        from_command_line([f"{line} Ett|ttt|tttm|L"])

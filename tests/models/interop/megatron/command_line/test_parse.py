@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from triaxis.engine.config.megatron_arguments import ARGUMENTS, READ, REFUSED, WITHOUT_EFFECT
 from triaxis.engine.errors import ConfigError
-from triaxis.models.interop.megatron.command_line.flags import FLAGS
-from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART
 from triaxis.models.interop.megatron.command_line.parse import parse, pattern, words_of
-from triaxis.models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
 
 
 def test_words_come_from_texts_and_from_files(tmp_path: Path) -> None:
@@ -86,8 +84,8 @@ def test_other_expressions_are_refused(text: str) -> None:
         assert not isinstance(made, list) or len(made) > 10_000
 
 
-def test_an_argument_is_in_one_table() -> None:
-    passed_over = [word.rstrip("=+?") for words in WITHOUT_EFFECT.values() for word in words.split()]
-    assert len(set(passed_over)) == len(passed_over)
-    for one, other in ((FLAGS, passed_over), (FLAGS, NO_COUNTERPART), (NO_COUNTERPART, passed_over)):
-        assert not set(one) & set(other)
+def test_an_argument_is_in_the_table_once() -> None:
+    texts = [text.replace("\n    ", " ") for groups in (READ, REFUSED) for text in groups.values()]
+    names = [line.split()[0] for text in texts for line in text.strip().splitlines()]
+    names += [word for text in WITHOUT_EFFECT.values() for word in text.split()]
+    assert len(names) == len(ARGUMENTS)
