@@ -5,7 +5,7 @@ The model comes from one of these sources:
     a shipped config, or one of yours   its model, on your corpus and machine
     config.json, or its folder          a Hugging Face model; with --weights training continues from the folder's weights
     --size 125M                         a model with about that many parameters
-    a command line of Megatron-LM       the run that it describes, and what has no counterpart here
+    a command line of Megatron-LM       the run that it describes, and what has no counterpart here; --run-script: of a script
 
 A ds_config.json of DeepSpeed, beside a model, gives batch sizes, ZeRO stage, precision, optimizer and schedule.
 All checks run before the first weight is copied. Only the YAML is printed on stdout.
@@ -41,6 +41,7 @@ from triaxis.launch.commands.convert_huggingface import import_source, import_we
 from triaxis.launch.start.command_line import CommandParser, add_ignore, add_json, print_json, refuse, typed
 from triaxis.launch.tuning.choose_layout import stage_without_recomputation
 from triaxis.launch.tuning.deepspeed_source import of_deepspeed, take_deepspeed
+from triaxis.launch.tuning.launch_script import words_of_script
 from triaxis.launch.tuning.machine import this_machine, written_machine
 from triaxis.launch.tuning.model_of_size import model_of_size
 from triaxis.launch.tuning.planned_run import PlannedRun, plan_run, to_commented_yaml
@@ -59,6 +60,7 @@ EXAMPLES = """examples:
   triaxis new --from models/Qwen3-0.6B/config.json --data data/corpus/qwen > run.yaml
   triaxis new --from models/Qwen3-0.6B --weights --data data/corpus/qwen --tokens 20B > run.yaml
   triaxis new --from @megatron_args.txt --vocab-size 50257 > run.yaml
+  triaxis new --from 'train_gpt3.sh CKPT LOGS' --run-script --vocab-size 50257 > run.yaml
   triaxis new --from ds_config.json --size 1.3B --gpus 8x80GB > run.yaml
 
 A corpus is made by: triaxis prepare --tokenizer FOLDER --input 'TEXT/*.jsonl' --output PREFIX
@@ -84,7 +86,7 @@ OWN_SECTIONS = ("model", "kernels")
 SIZE, CONFIG, HUGGING_FACE, MEGATRON = "--size", "a config", "a Hugging Face model", "a command line of Megatron-LM"
 """Kinds of source for the model."""
 USELESS: Mapping[str, tuple[str, ...]] = {
-    SIZE: ("weights", "ignore", "vocab_size"),
+    SIZE: ("weights", "ignore", "vocab_size", "run_script"),
     CONFIG: ("weights", "ignore", "vocab_size"),
     HUGGING_FACE: ("vocab_size",),
     MEGATRON: ("tokens", "gpus", "output", "seq_length", "weights"),
@@ -154,6 +156,12 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--vocab-size", type=int, metavar="N", help="of Megatron's tokenizer, where its words do not say it"
     )
+    parser.add_argument(
+        "--run-script",
+        action="store_true",
+        help="SOURCE is a launch script of Megatron-LM, in quotes with its arguments: execute it, with a torchrun and srun "
+        "that only record their words",
+    )
     add_ignore(parser)
     add_json(parser)
 
@@ -168,7 +176,8 @@ def run(args: argparse.Namespace) -> int:
     refuse(_problems(args, kind, has_deepspeed=deepspeed is not None))
     if kind == MEGATRON:
         corpus = [] if args.data is None else ["--data-path", shlex.quote(args.data)]
-        _print_config(args, from_command_line([args.source, *corpus], args.vocab_size, args.ignore))
+        line = words_of_script(args.source) if args.run_script else args.source
+        _print_config(args, from_command_line([line, *corpus], args.vocab_size, args.ignore))
         return 0
     machine = this_machine(os.environ) if args.gpus is None else written_machine(args.gpus)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -217,7 +226,7 @@ def _print_config(args: argparse.Namespace, text: str) -> None:
 def _kind(args: argparse.Namespace) -> str:
     if args.size is not None:
         return SIZE
-    if args.source.lstrip().startswith(("-", "@")):
+    if args.run_script or args.source.lstrip().startswith(("-", "@")):
         return MEGATRON
     return CONFIG if _path(args).suffix in (".yaml", ".yml") else HUGGING_FACE
 
@@ -233,6 +242,11 @@ def _problems(args: argparse.Namespace, kind: str, *, has_deepspeed: bool) -> li
         return [f"--from {brief(args.source)}: {why}"]
     useless = [name for name in USELESS[kind] if not (has_deepspeed and name == "ignore")]
     problems = [f"{option} with {kind}: it would do nothing. Leave it out." for option in typed(args, *useless)]
+    if kind == HUGGING_FACE and args.source.endswith(".sh"):
+        problems.append(
+            f"--from {args.source}: only running a script shows what it would start. Add --run-script to execute it in an empty "
+            "folder, with a torchrun and srun that only record their words."
+        )
     if has_deepspeed and kind == MEGATRON:
         problems.append(
             "a DeepSpeed configuration with a command line of Megatron-LM: both say what the batches and the optimizer are. Leave "

@@ -2,6 +2,7 @@
 
     load_tokenizer("bytes")                 ids 0 .. 255 are UTF-8 bytes, and 256 ends a document
     load_tokenizer("tokenizer.json")        a file for Hugging Face's `tokenizers` library
+    load_tokenizer("gpt2-vocab.json")       GPT-2's two files; the other one is gpt2-merges.txt beside it
     load_tokenizer("some/folder")           a transformers folder with a tokenizer.json, and special tokens in its config
     load_tokenizer("tokenizer.model")       a sentencepiece model, or its folder if that has no tokenizer.json
     load_tokenizer("gpt2.tiktoken")         tiktoken ranks, with :PATTERN after the name for how a text is cut
@@ -30,6 +31,7 @@ from triaxis.engine.storage.state_files import kind_of
 BYTES = "bytes"
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
+VOCAB, MERGES = "vocab.json", "merges.txt"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 _TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
@@ -102,7 +104,7 @@ class JsonTokenizer:
     """A tokenizer from the Hugging Face `tokenizers` library. The file's truncation, padding and dropout are switched off.
 
     Args:
-        path: a .json file, or a transformers folder with a tokenizer.json.
+        path: a .json file, or a transformers folder with a tokenizer.json; or GPT-2's vocab.json, with its merges.txt beside it.
         eod_token: end-of-document token; None: the folder's eos_token, else the first name in END_OF_DOCUMENT_NAMES that the
             tokenizer has.
 
@@ -113,8 +115,9 @@ class JsonTokenizer:
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
         folder = path if path.is_dir() else None
-        self.json_file: Path | None = path / TOKENIZER_JSON if folder else path
-        self._tokenizer: Any = _open(self.json_file)
+        file, merges = path / TOKENIZER_JSON if folder else path, _merges_of(path)
+        self.json_file: Path | None = None if merges else file
+        self._tokenizer: Any = _open(file, merges)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
@@ -126,7 +129,8 @@ class JsonTokenizer:
         self.vocab_size = _vocab_size(self._tokenizer)
         self.unknown_id = _unknown_id(self._tokenizer)
         self.text_size = max(_text_size(self._tokenizer), self.eod_id + 1)
-        self._sha256, self._added = sha256_of_file(self.json_file), [json.dumps(added)] if added else []
+        self._sha256, self._added = sha256_of_file(file), [json.dumps(added)] if added else []
+        self._added += [sha256_of_file(merges)] if merges else []
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
@@ -265,8 +269,14 @@ def check_tokenizer(path: Path, vocab_size: int) -> str | None:
     return f"the model has no embedding for {few}: no text is encoded to these special tokens" if names else None
 
 
-def _open(path: Path) -> Any:
-    """Open a tokenizer file with the `tokenizers` library. DataError if the file is missing or invalid."""
+def _merges_of(path: Path) -> Path | None:
+    """Find the merges.txt beside a vocab.json; both names may have the same beginning. None for any other path."""
+    merges = path.with_name(path.name.removesuffix(VOCAB) + MERGES)
+    return merges if path.name.endswith(VOCAB) and merges.is_file() else None
+
+
+def _open(path: Path, merges: Path | None = None) -> Any:
+    """Open a tokenizer file with the `tokenizers` library, or GPT-2's two files. DataError if a file is missing or invalid."""
     import tokenizers  # 10 MB of native code, only needed for a .json
 
     if not path.is_file():
@@ -277,11 +287,13 @@ def _open(path: Path) -> Any:
             "AutoTokenizer(..).save_pretrained writes one." + how_to_bring(path)
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        if merges is None:
+            return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(tokenizers.ByteLevelBPETokenizer(str(path), str(merges)).to_str())
     except Exception as error:  # the library raises a bare Exception
         raise DataError(
-            f"{path} is no tokenizer of the Hugging Face `tokenizers` library ({error}). Give its tokenizer.json, not "
-            f"vocab.json or tokenizer_config.json."
+            f"{path} is no tokenizer of the Hugging Face `tokenizers` library ({error}). Give its tokenizer.json, or a vocab.json "
+            f"with its merges.txt beside it."
         ) from error
 
 

@@ -308,6 +308,14 @@ def test_a_command_line_of_megatron_is_taken_whole(workplace: Path, capsys: pyte
     assert new(capsys, "--from", MEGATRON, "--vocab-size", "301", "--data", "corpus")[0] == out
 
 
+def test_a_script_is_executed_when_the_user_says_so(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.sh").write_text(f"torchrun pretrain_gpt.py {MEGATRON} --vocab-size $1 --mock-data")
+    out, _ = new(capsys, "--from", "run.sh 301", "--run-script")
+    assert out == new(capsys, "--from", f"{MEGATRON} --vocab-size 301 --mock-data")[0]
+    assert "Add --run-script to execute it in an empty folder" in new(capsys, "--from", "run.sh", code=2)[1]
+    assert "--run-script with --size: it would do nothing" in new(capsys, "--size", "1M", "--run-script", code=2)[1]
+
+
 @pytest.mark.parametrize(
     ("words", "explained"),
     [

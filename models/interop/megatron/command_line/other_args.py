@@ -16,6 +16,7 @@ from typing import Any
 
 from triaxis.engine.config.foreign_names import FOREIGN_VALUES
 from triaxis.engine.config.megatron_arguments import ARGUMENTS, taken_over
+from triaxis.engine.data.corpus.tokenizers import MERGES, VOCAB
 from triaxis.engine.program import triaxis
 from triaxis.models.interop.megatron.command_line.parse import Parsed, flag
 
@@ -204,10 +205,13 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
     elif args["data_path"]:
         data |= {"train": _blend(parsed, "data_path"), "split": _split(parsed)}
     if args["vocab_file"] and not args["tokenizer_model"]:
-        notes.append(
-            f"data.tokenizer is not set: {args['vocab_file']} is not read; docs/interop.md has the line that makes a "
-            "tokenizer.json of it. Until then text is shown as bytes"
-        )
+        if args["merge_file"] == args["vocab_file"].removesuffix(VOCAB) + MERGES:
+            data["tokenizer"] = args["vocab_file"]
+        else:
+            notes.append(
+                f"data.tokenizer is not set, so text is shown as bytes: {args['vocab_file']} is read if its name ends in {VOCAB}, "
+                f"and --merge-file is the same with {MERGES}"
+            )
     if not args["mock_data"]:
         notes.append("the samples are those of the corpora, in our order")
     return data

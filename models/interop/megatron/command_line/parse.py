@@ -145,8 +145,8 @@ def _read(name: str, found: list[str], parsed: Parsed) -> str | None:
         parsed.lacks(name, argument.why or "")
     if unfilled := next((value for value in found if "$" in value), None):
         return (
-            f"--{name} {unfilled}: a shell variable that was not filled in. Give its value: `echo` prints the line as the shell "
-            "makes it."
+            f"--{name} {unfilled}: a shell variable that was not filled in. Give its value, or the script that sets it with "
+            "`triaxis new --run-script`."
         )
     if wrong := _wrong_number(argument, found):
         return wrong

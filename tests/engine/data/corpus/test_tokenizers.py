@@ -1,5 +1,6 @@
 """Text comes back as it went in, and no text can end its own document."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,20 @@ def test_the_end_of_document_token_can_be_named(tmp_path: Path) -> None:
         load_tokenizer(path)
     with pytest.raises(DataError, match="<missing>"):
         load_tokenizer(path, "<missing>")
+
+
+def test_the_two_files_of_gpt2_are_one_tokenizer(tmp_path: Path) -> None:
+    whole = Path(train_json(tmp_path / "t.json", ["<|endoftext|>"]))
+    model = json.loads(whole.read_text())["model"]
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]
+    (tmp_path / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    one, other = load_tokenizer(str(whole)), load_tokenizer(str(tmp_path / "gpt2-vocab.json"))
+    assert one.encode("banana band") == other.encode("banana band") and one.eod_id == other.eod_id
+    assert other.decode(other.encode(" an \u00e9<|endoftext|>")) == " an \u00e9<|endoftext|>"
+    assert other.eod_id not in other.encode("<|endoftext|>") and other.json_file is None
+    (tmp_path / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges[1:]]))
+    assert load_tokenizer(str(tmp_path / "gpt2-vocab.json")).identity != other.identity
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:

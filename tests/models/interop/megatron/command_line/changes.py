@@ -347,6 +347,15 @@ CHANGES: dict[str, tuple[str, str, Changed]] = {
     "mock-data": (BASE.replace("--mock-data ", ""), "--mock-data", {"data.synthetic": True}),
     "tokenizer-type": (BASE, "--tokenizer-type NullTokenizer", {"model.vocab_size": 501}),
     "tokenizer-model": (CORPUS, "--tokenizer-model tok.model", {"data.tokenizer": "tok.model"}),
+    # Both, or a note.
+    **dict.fromkeys(
+        ("vocab-file", "merge-file"),
+        (
+            CORPUS,
+            "--vocab-file a/gpt2-vocab.json --merge-file a/gpt2-merges.txt",
+            {"data.tokenizer": "a/gpt2-vocab.json"},
+        ),
+    ),
     "reset-position-ids": (BASE, "--reset-position-ids", {"data.positions": "document"}),
     "reset-attention-mask": (BASE, "--reset-attention-mask", {"data.attention": "within"}),
     "eod-mask-loss": (BASE, "--eod-mask-loss", {"data.count_document_starts": False}),
@@ -391,8 +400,6 @@ OTHERWISE = {
     "moe-router-load-balancing-type": "below: without a factor it balances nothing",
     "calculate-per-token-loss": "the loss is always so here",
     "use-precision-aware-optimizer": "the dtypes of moments are arguments of their own",
-    "vocab-file": "a note",
-    "merge-file": "a note",
     "load": "below",
 }
 

@@ -249,6 +249,7 @@ def test_what_is_chosen_for_a_reason_is_in_the_head() -> None:
         return from_command_line([line], **more).replace("\n#  ", "")
 
     assert "Note" not in head(BASE)
+    assert "v.json is read if its name ends in vocab.json" in head(f"{BASE} --vocab-file v.json --merge-file m.txt")
     assert "# Note: kernels.attention is explicit" in head(BASE.replace("--attention-dropout 0", ""))
     assert "Megatron-LM's schedule waits in such steps" in head(FP16)
     text = head(
