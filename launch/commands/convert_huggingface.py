@@ -240,9 +240,7 @@ checkpoint:
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal, and nothing in a log file. Yields a function (bytes done)."""
-    if not console.is_terminal:
-        yield lambda num_bytes: None
-        return
-    with Progress(TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console) as bar:
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -17,9 +17,6 @@ from triaxis.models.interop.rate_notes import differing_rates
 
 Decay = Literal["constant", "linear", "cosine"]
 
-_MOST_COMPARED = 1_000
-"""Evenly spaced steps at which rates are compared, besides those beside the ends of warm-up and decay."""
-
 
 class DeepSpeedRates(NamedTuple):
     """The rates of WarmupLR, WarmupDecayLR and WarmupCosineLR in DeepSpeed 0.19.
@@ -67,9 +64,7 @@ def rate_notes(there: DeepSpeedRates) -> list[str]:
         warmup_steps=there.warmup,
         decay_steps=there.total or None,
     )
-    beside = {end + step for end in (0, there.warmup, there.total) for step in range(-2, 3)}
-    steps = sorted({*range(0, num_steps, 1 + num_steps // _MOST_COMPARED), *beside})
-    rates = {
-        step: (there.rate(step), learning_rate(step, 1, ours, num_steps)) for step in steps if 0 <= step < num_steps
-    }
-    return differing_rates(rates, num_steps, there.lr, "DeepSpeed")
+    ends = (0, there.warmup, there.total)
+    return differing_rates(
+        there.rate, lambda step: learning_rate(step, 1, ours, num_steps), ends, num_steps, there.lr, "DeepSpeed"
+    )

@@ -147,10 +147,7 @@ def write_weights(
 
 def write_text(path: Path, text: str) -> None:
     """Write a small text file that must not exist yet, and flush it to disk."""
-    with path.open("x", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        sync(handle.fileno())
+    write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -45,8 +45,6 @@ _NUMBERS = (
 ARGUMENTS = (*_NUMBERS, "lr_decay_style", "lr_wsd_decay_style")
 
 _LARGEST = 2**63
-_MOST_COMPARED = 1_000
-"""Number of evenly spaced steps at which rates are compared, besides the boundaries between parts of a schedule."""
 
 
 class MegatronRates(NamedTuple):
@@ -208,8 +206,7 @@ def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
 def rate_notes(args: Mapping[str, Any], optimizer: OptimizerConfig) -> list[str]:
     """Compare Megatron-LM's learning rates with ours.
 
-    If they differ, there is one note, with the first step's rates and the largest difference. A long run is compared only at
-    `_MOST_COMPARED` steps, and at the first and last step of each part of the schedule.
+    If they differ, there is one note (`differing_rates`).
 
     Args:
         args: Megatron-LM's arguments for the whole run.
@@ -220,15 +217,12 @@ def rate_notes(args: Mapping[str, Any], optimizer: OptimizerConfig) -> list[str]
         return []
     batch = args["global_batch_size"]
     step_tokens, num_steps = batch * args["seq_length"], int(args.get("train_iters") or args["train_samples"] // batch)
-    ends = (0, there.warmup, there.length - there.fall, there.length)
-    steps = {int(end // batch) + beside for end in ends for beside in (-1, 0, 1, 2)}
-    steps |= {*range(0, num_steps, 1 + num_steps // _MOST_COMPARED)}
-    rates = {
-        step: (
-            there.rate(step * batch),
-            learning_rate(step * step_tokens, step_tokens, optimizer, num_steps * step_tokens),
-        )
-        for step in sorted(steps)
-        if 0 <= step < num_steps
-    }
-    return differing_rates(rates, num_steps, there.lr, "Megatron-LM")
+    ends = (int(end // batch) for end in (0, there.warmup, there.length - there.fall, there.length))
+    return differing_rates(
+        lambda step: there.rate(step * batch),
+        lambda step: learning_rate(step * step_tokens, step_tokens, optimizer, num_steps * step_tokens),
+        ends,
+        num_steps,
+        there.lr,
+        "Megatron-LM",
+    )

@@ -8,6 +8,7 @@ names it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from textwrap import wrap
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,21 +36,28 @@ REQUIRED: Mapping[str, str] = {
 }
 """Arguments without a default -> what would be lacking."""
 
-EXCLUSIVE = (
-    ("train_iters", "train_samples"),
-    ("lr_decay_iters", "lr_decay_samples"),
-    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
-    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    ("bf16", "fp16"),
-    ("group_query_attention", "multi_latent_attention"),
+EXCLUSIVE = {
     (
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "pipeline_model_parallel_layout",
-    ),
-    ("data_path", "train_data_path", "mock_data"),
-)
-"""Arguments of which Megatron-LM takes one."""
+        ("train_iters", "train_samples"),
+        ("lr_decay_iters", "lr_decay_samples"),
+        ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+        ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+        ("bf16", "fp16"),
+        ("group_query_attention", "multi_latent_attention"),
+        (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "pipeline_model_parallel_layout",
+        ),
+        ("data_path", "train_data_path", "mock_data"),
+    ): "takes one of them. Remove the others",
+    tuple(
+        (f"{length}_{unit}", f"train_{other}")
+        for unit, other in (("samples", "iters"), ("iters", "samples"))
+        for length in ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    ): "counts the run and its schedule in one unit. Give both in iters or both in samples",
+}
+"""Groups of arguments, of which one may be given -> Megatron-LM's rule."""
 
 
 def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignored: Sequence[str] = ()) -> str:
@@ -91,7 +99,8 @@ def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignor
         found += _broken(sections)
     if found:
         raise ConfigError(found, SOURCE)
-    return "\n".join([*_head(parsed, notes), *_yaml(sections)]) + "\n"
+    yaml = chain.from_iterable(commented_lines(name, section, None, "") for name, section in sections.items())
+    return "\n".join([*_head(parsed, notes), *yaml]) + "\n"
 
 
 def _sections(parsed: Parsed, vocab_size: int | None) -> tuple[Sections, list[str]]:
@@ -100,8 +109,9 @@ def _sections(parsed: Parsed, vocab_size: int | None) -> tuple[Sections, list[st
     args = parsed.args
     parsed.problems += [f"{flag(name)} is missing: {why}." for name, why in REQUIRED.items() if args[name] is None]
     parsed.problems += [
-        f"{' with '.join(map(flag, given))}: Megatron-LM takes one of them. Remove the others."
-        for group in EXCLUSIVE
+        f"{' with '.join(map(flag, given))}: Megatron-LM {rule}."
+        for groups, rule in EXCLUSIVE.items()
+        for group in groups
         if len(given := [name for name in group if args[name]]) > 1
     ]
     training = training_fields(parsed, notes)
@@ -135,19 +145,8 @@ def _head(parsed: Parsed, notes: Sequence[str]) -> Iterator[str]:
         yield from _wrapped(f"Note: {note}.")
 
 
-def _wrapped(text: str) -> Iterator[str]:
+def _wrapped(text: str) -> list[str]:
     """Wrap the text into comment lines, indented after the first."""
-    line = "#"
-    for word in text.split():
-        if len(line) + 1 + len(word) > HEAD_WIDTH:
-            yield line
-            line = "#  "
-        line += f" {word}"
-    yield line
-
-
-def _yaml(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name, section in sections.items():
-        yield f"{name}:"
-        for field, value in section.items():
-            yield from commented_lines(field, value, None, "  ")
+    return wrap(
+        text, HEAD_WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
+    )

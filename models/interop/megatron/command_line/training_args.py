@@ -12,7 +12,7 @@ Arguments are on the left, the config sections built from them on the right. (..
 from typing import Any
 
 from triaxis.engine.config.megatron_arguments import taken_over
-from triaxis.models.interop.megatron.command_line.parse import Parsed, flag
+from triaxis.models.interop.megatron.command_line.parse import Parsed
 from triaxis.models.interop.megatron.config import training_sections
 
 Fields = dict[str, Any]
@@ -24,7 +24,6 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
     Problems are added to `parsed`, notes for the user to `notes`.
     """
     args = parsed.args
-    _units_agree(parsed, args)
     if not (args["train_iters"] or args["train_samples"]):
         parsed.problems.append("--train-iters or --train-samples is missing: the run would have no end.")
     batch, samples = args["global_batch_size"], args["train_samples"]
@@ -61,19 +60,6 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
     notes += more
     sections["precision"] |= _precision(parsed, args)
     return sections
-
-
-def _units_agree(parsed: Parsed, args: Fields) -> None:
-    """Add a problem for each schedule length whose unit differs from the run's. The units are samples and iterations."""
-    if args["train_iters"] and args["train_samples"]:
-        return
-    unit, other = ("iters", "samples") if args["train_iters"] else ("samples", "iters")
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        if args[f"{name}_{other}"] and args[f"train_{unit}"]:
-            parsed.problems.append(
-                f"{flag(name)}-{other} with --train-{unit}: Megatron-LM counts the run and its schedule in one unit. Give it in "
-                f"{unit}."
-            )
 
 
 def _precision(parsed: Parsed, args: Fields) -> Fields:
