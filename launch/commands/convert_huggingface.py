@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -27,7 +26,7 @@ from triaxis.engine.errors import CheckpointError
 from triaxis.engine.program import triaxis
 from triaxis.launch.tuning.report import git_commit
 from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
-from triaxis.models.interop.huggingface.model_card import README, model_card, read_losses
+from triaxis.models.interop.huggingface.model_card import README, model_card
 from triaxis.models.interop.huggingface.record import (
     GENERATION_CONFIG,
     RECORD,
@@ -43,6 +42,7 @@ from triaxis.models.interop.huggingface.tokenizer import (
     tokenizer_of,
 )
 from triaxis.models.interop.own_parts import refuse_own_parts
+from triaxis.models.interop.sections import recorded_section
 from triaxis.models.specs import num_parameters
 
 if TYPE_CHECKING:
@@ -137,13 +137,7 @@ def export_huggingface(args: argparse.Namespace) -> None:
         )
     candidate = find(args.source)
     check_weights(candidate, args.weights)
-    try:
-        model = ModelConfig.model_validate(recorded_config(candidate).get("model", {}))
-    except ValidationError as error:
-        raise CheckpointError(
-            f"the manifest of {candidate.folder} has an invalid model: model.{error.errors()[0]['loc'][0]}: "
-            f"{error.errors()[0]['msg']}. Its tensors could not be named. Write the checkpoint again."
-        ) from None
+    model = recorded_section(ModelConfig, recorded_config(candidate).get("model"), candidate.folder)
     refuse_own_parts(model, "transformers")
     name, tokenizer, notes = tokenizer_of(candidate, args.tokenizer, model.vocab_size)
     record = record_of_checkpoint(candidate, None if name is None else tokenizer_file(name), name)
@@ -163,7 +157,6 @@ def export_huggingface(args: argparse.Namespace) -> None:
         name=args.out.resolve().name,
         keys=keys,
         weights=args.weights,
-        losses=read_losses(candidate),
         commit=git_commit(),
         reads_text=bool(exported.files),
     )

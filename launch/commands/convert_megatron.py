@@ -28,6 +28,7 @@ from triaxis.launch.start.command_line import refuse
 from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 from triaxis.models.interop.megatron.schedule import export_notes, schedule_args
 from triaxis.models.interop.own_parts import refuse_own_parts
+from triaxis.models.interop.sections import recorded_section
 from triaxis.models.specs import num_parameters
 
 TRAIN_CONFIG = "train.yaml"
@@ -121,7 +122,7 @@ def export_megatron(args: argparse.Namespace) -> None:
         )
     manifest, saved = candidate.manifest, recorded_config(candidate)
     has_moments = manifest.content == "training" and not args.weights_only
-    model = _validated(ModelConfig, saved.get("model"), candidate.folder)
+    model = recorded_section(ModelConfig, saved.get("model"), candidate.folder)
     refuse_own_parts(model, "Megatron-Core")
     theirs, common, dtype = megatron_args(model), weights_state(), args.dtype
     notes: list[str] = []
@@ -130,7 +131,7 @@ def export_megatron(args: argparse.Namespace) -> None:
     if manifest.content == "training":
         dtype = dtype or saved.get("precision", {}).get("dtype")
     if has_moments:
-        run = _validated(Config, saved, candidate.folder)
+        run = recorded_section(Config, saved, candidate.folder)
         theirs |= training_args(manifest.state, run)
         notes = export_notes(theirs, run)
         if EMA in manifest.kinds:
@@ -213,18 +214,6 @@ def _known(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for name, values in sections.items()
         if name != "train" or "global_batch_size" in values
     }
-
-
-def _validated(kind: Any, values: Any, folder: Path) -> Any:
-    try:
-        return kind.model_validate(values if values is not None else {})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise CheckpointError(
-            f"the manifest of {folder} has an invalid configuration: {'.'.join(map(str, first['loc']))}: "
-            f"{first['msg']}. Its tensors could not be named. Write the checkpoint again, or export only the weights: "
-            "--weights-only."
-        ) from None
 
 
 def _train_config(config: Mapping[str, Any], out: Path, *, has_moments: bool) -> str:

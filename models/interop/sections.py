@@ -1,12 +1,16 @@
-"""Validate a `model` section built from other software's settings."""
+"""Validate sections that other software's settings or a checkpoint give."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.errors import ConfigError, shown
+from triaxis.engine.config.section import Section
+from triaxis.engine.errors import CheckpointError, ConfigError, shown
+
+Recorded = TypeVar("Recorded", bound=Section)
 
 
 def checked_model(model: Mapping[str, Any], problems: Sequence[str], source: str) -> tuple[dict[str, Any], ModelConfig]:
@@ -33,3 +37,22 @@ def checked_model(model: Mapping[str, Any], problems: Sequence[str], source: str
             for detail in error.errors()
         ]
         raise ConfigError(wrong, source) from error
+
+
+def recorded_section(kind: type[Recorded], values: Any, folder: Path) -> Recorded:
+    """Validate the section, or the whole configuration, that a checkpoint's manifest records; None counts as empty.
+
+    Raises:
+        CheckpointError: the values are illegal.
+    """
+    try:
+        return kind.model_validate(values if values is not None else {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        what, way = (
+            ("model", "") if kind is ModelConfig else ("configuration", ", or export only the weights: --weights-only")
+        )
+        raise CheckpointError(
+            f"the manifest of {folder} has an invalid {what}: {'.'.join(map(str, first['loc']))}: {first['msg']}. Its tensors "
+            f"could not be named. Write the checkpoint again{way}."
+        ) from None

@@ -23,7 +23,7 @@ Fields = dict[str, dict[str, tuple[Any, str]]]
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 STAGE, CLIPPING, SUMS = "zero_optimization.stage", "gradient_clipping", "data_types.grad_accum_dtype"
 RULE = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x GPUs"
-ADAMS = ("adam", "adamw")
+ADAMS = ("Adam", "AdamW")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +227,29 @@ def _precision(found: _Keys) -> None:
         found.missing[SUMS] = f"{shown(sums)} is not built for this run: sums are in fp32, or in bf16 for a bf16 run"
 
 
+def _type_of(found: _Keys, section: str, known: Sequence[str], without: str) -> str | None:
+    """Read the type of the optimizer or scheduler; None if the file has none that is read here.
+
+    `without` is the note for a file without one.
+    """
+    name = found.value(f"{section}.type")
+    if (same := next((each for each in known if each.lower() == str(name).lower()), None)) is not None:
+        return same
+    found.read |= {key for key in found.entries if key.startswith(f"{section}.params.")}
+    if name is None:
+        found.notes.append(f"the file has no {section}: {without}")
+    else:
+        found.missing[f"{section}.type"] = (
+            f"{shown(name)}: only {' and '.join(known)} are read, another one trains another model"
+        )
+    return None
+
+
 def _optimizer(found: _Keys) -> float | None:
     """Read the optimizer; return its learning rate if it is known."""
-    name = found.value("optimizer.type")
     params = "optimizer.params."
-    if str(name).lower() not in ADAMS:
-        found.read |= {key for key in found.entries if key.startswith(params)}
-        if name is None:
-            found.notes.append("the file has no optimizer: AdamW with the values below is chosen here")
-        else:
-            found.missing["optimizer.type"] = (
-                f"{shown(name)}: only Adam and AdamW are read, another rule trains another model"
-            )
+    name = _type_of(found, "optimizer", ADAMS, "AdamW with the values below is chosen here")
+    if name is None:
         return None
     lr, eps = found.number(f"{params}lr", 1e-3), found.number(f"{params}eps", 1e-8)
     # torch's AdamW decays by default, DeepSpeed's FusedAdam does not.
@@ -247,7 +258,7 @@ def _optimizer(found: _Keys) -> float | None:
     if betas is not None and not (isinstance(betas, list) and len(betas) == 2):
         found.problems.append(f"{params}betas = {shown(betas)}: must be two numbers; Adam has two moments. Correct it.")
         betas = None
-    if found.value(f"{params}adam_w_mode", default=True) is False and str(name).lower() == "adam" and decay:
+    if found.value(f"{params}adam_w_mode", default=True) is False and name == "Adam" and decay:
         found.missing[f"{params}adam_w_mode"] = "weight decay is decoupled (AdamW), not added to the gradient"
     if found.value(f"{params}bias_correction", default=True) is False:
         found.missing[f"{params}bias_correction"] = "moments are always corrected for their start from zero"
@@ -263,14 +274,10 @@ def _optimizer(found: _Keys) -> float | None:
 
 def _schedule(found: _Keys, lr: float | None) -> None:
     """Read the schedule, and note where its rates differ from ours."""
-    name, params = found.value("scheduler.type"), "scheduler.params."
-    kinds: Mapping[Any, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if name not in kinds:
-        found.read |= {key for key in found.entries if key.startswith(params)}
-        if name is None:
-            found.notes.append("the file has no scheduler: warm-up and decay are chosen here")
-        else:
-            found.missing["scheduler.type"] = f"{shown(name)}: {', '.join(kinds)} are read, others are not built"
+    params = "scheduler.params."
+    kinds: Mapping[str, Decay] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    name = _type_of(found, "scheduler", list(kinds), "warm-up and decay are chosen here")
+    if name is None:
         return
     kind, is_cosine = kinds[name], name == "WarmupCosineLR"
     low_name = f"{params}{'warmup_min_ratio' if is_cosine else 'warmup_min_lr'}"

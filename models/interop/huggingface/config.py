@@ -21,7 +21,13 @@ from triaxis.engine.storage.elsewhere import how_to_bring
 from triaxis.engine.storage.json_text import parse_json
 from triaxis.engine.storage.state_files import read_text
 from triaxis.models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
-from triaxis.models.interop.huggingface.expert_keys import expert_differences, expert_keys, expert_notes, read_experts
+from triaxis.models.interop.huggingface.expert_keys import (
+    expert_differences,
+    expert_keys,
+    expert_notes,
+    one_value,
+    read_experts,
+)
 from triaxis.models.interop.huggingface.facts import agrees, is_note
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.huggingface.family import Family
@@ -272,11 +278,10 @@ def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterat
 
 def _read_mtp(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
     """Add `mtp` to `model` if the family supports the file's multi-token prediction layers. Yields problems."""
-    given = {key: keys[key] for key in family.further if keys.get(key) is not None and family.naming.ahead}
-    number = next(iter(given.values()), 0)
-    if any(other != number for other in given.values()):
-        spelled = " and ".join(f"{key} = {shown(value)}" for key, value in given.items())
-        yield f"{spelled}: both are our model.mtp.num_layers, and which is meant would be a guess. Remove one."
+    names = family.further if family.naming.ahead else ()
+    number, problem = one_value(keys, names, "model.mtp.num_layers", 0)
+    if problem:
+        yield problem
     elif number != 0:
         model["mtp"] = {"num_layers": number}
 

@@ -7,7 +7,7 @@ A family's keys are data (`family.py`). The loss terms that transformers adds in
 one microbatch's tokens and so depend on the layout.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -70,18 +70,24 @@ def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str],
     return [MOE if each else DENSE for each in has_experts], []
 
 
+def one_value(keys: Keys, names: Iterable[str], field: str, default: Any = None) -> tuple[Any, str | None]:
+    """Read our `field` from the first of several keys that is given. Returns `default` if none is, and a problem if they differ."""
+    given = {name: keys[name] for name in names if keys.get(name) is not None}
+    value = next(iter(given.values()), default)
+    if all(other == value for other in given.values()):
+        return value, None
+    spelled = " and ".join(f"{name} = {shown(other)}" for name, other in given.items())
+    return value, f"{spelled}: both are our {field}, and which is meant would be a guess. Remove one."
+
+
 def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
     """Build the `model.moe` section, and list problems."""
     moe: Fields = dict(experts.fixed) | ({"choice_bias": True} if experts.has_bias else {})
     problems = []
     for names, (field, default) in experts.names.items():
-        given = {name: keys[name] for name in names if keys.get(name) is not None}
-        value = next(iter(given.values()), default)
-        if any(other != value for other in given.values()):
-            spelled = " and ".join(f"{name} = {shown(other)}" for name, other in given.items())
-            problems.append(
-                f"{spelled}: both are our model.moe.{field}, and which is meant would be a guess. Remove one."
-            )
+        value, problem = one_value(keys, names, f"model.moe.{field}", default)
+        if problem:
+            problems.append(problem)
         elif value is not None:
             moe[field] = value
         elif MoEConfig.model_fields[field].is_required():

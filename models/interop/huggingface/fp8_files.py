@@ -8,6 +8,8 @@ Here a block has 128 x 128 elements; i / 128 and j / 128 are rounded down. Produ
 Source: 2412.19437, section 3.3.2, and `weight_dequant` in DeepSeek-V3's inference/kernel.py.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from triaxis.engine.checkpoint.format.store import TORCH_DTYPES
@@ -67,13 +69,11 @@ class Fp8Files:
             TORCH_DTYPES["bfloat16"]
         )
 
-    def _problems(self) -> list[str]:
-        found = []
+    def _problems(self) -> Iterator[str]:
         for name, scale in self._scales.items():
             *others, rows, columns = self._files.tensors[name].shape
             wanted = (*others, -(-rows // self._block[0]), -(-columns // self._block[1]))
             there = self._files.tensors.get(scale)
             if there is None or there.shape != wanted:
                 what = "is missing" if there is None else f"has the shape {list(there.shape)}"
-                found.append(f"{scale} {what}, and {name} has {list(wanted)} blocks of {list(self._block)}")
-        return found
+                yield f"{scale} {what}, and {name} has {list(wanted)} blocks of {list(self._block)}"

@@ -4,7 +4,6 @@ The card names no license and no author, since no record has them. It contains n
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,6 @@ tags:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
-    """The last training loss and validation loss before a checkpoint. Each is (step, nats per token); None: unknown."""
-
-    train: tuple[int, float] | None = None
-    valid: tuple[int, float] | None = None
-
-
-def read_losses(candidate: Candidate) -> Losses:
-    """Read the run's last losses, up to the checkpoint's step, from metrics.jsonl."""
-    manifest = candidate.manifest
-    runs_dir = manifest.config.get("runtime", {}).get("runs_dir", "runs")
-    places = (candidate.folder.parent.parent, Path(runs_dir) / manifest.run)
-    records = next((found for place in places if (found := read_records(place / METRICS).records)), ())
-    made = [record for record in records if record.get("step", 0) <= manifest.state.step]
-
-    def last(name: str) -> tuple[int, float] | None:
-        return next(((each["step"], each[name]) for each in reversed(made) if each.get(name) is not None), None)
-
-    return Losses(last("loss"), last("val_loss"))
-
-
 def model_card(
     candidate: Candidate,
     model: ModelConfig,
@@ -55,7 +32,6 @@ def model_card(
     name: str,
     keys: Mapping[str, Any],
     weights: str,
-    losses: Losses,
     commit: str,
     reads_text: bool,
 ) -> str:
@@ -67,11 +43,10 @@ def model_card(
         name: name of the exported folder, as the card's title.
         keys: content of the exported config.json.
         weights: kind of the exported weights; `ema` is their moving average.
-        losses: last losses of the run.
         commit: commit of the Triaxis program that exports.
         reads_text: whether the folder has a tokenizer.
     """
-    rows = [*_model(candidate, model, keys, weights), *_training(candidate, losses), *_program(candidate, commit)]
+    rows = [*_model(candidate, model, keys, weights), *_training(candidate), *_program(candidate, commit)]
     table = "\n".join(f"| {row} | {value} |" for row, value in rows)
     title = f"# {name}\n\nA language model, trained and exported with Triaxis."
     return without_secrets(f"{_HEAD}\n{title}\n\n| | |\n|---|---|\n{table}\n\n{_loading(reads_text)}")
@@ -90,7 +65,7 @@ def _model(
     yield "files", str(keys["torch_dtype"])
 
 
-def _training(candidate: Candidate, losses: Losses) -> Iterator[tuple[str, str]]:
+def _training(candidate: Candidate) -> Iterator[tuple[str, str]]:
     manifest = candidate.manifest
     config, state, layout = manifest.config, manifest.state, manifest.layout
     for ancestor in manifest.lineage:
@@ -110,9 +85,7 @@ def _training(candidate: Candidate, losses: Losses) -> Iterator[tuple[str, str]]
     total = sum(source.weight for source in sources)
     named = ", ".join(f"`{source.title}` {source.weight / total:.1%}" for source in sources)
     yield "corpora", "random tokens" if data.get("synthetic") else named or "not recorded"
-    for what, loss in (("loss", losses.train), ("validation loss", losses.valid)):
-        if loss is not None:
-            yield what, f"{loss[1]:.4f} nats per token at step {loss[0]:,}"
+    yield from _losses(candidate)
     optimizer = config.get("optimizer", {})
     if "lr" in optimizer:
         batch = config["train"]["global_batch_size"]
@@ -123,6 +96,18 @@ def _training(candidate: Candidate, losses: Losses) -> Iterator[tuple[str, str]]
             "layout",
             f"{sizes} (ranks: {layout['world_size']:,}) on {layout['device']}, computed in {layout['dtype']}",
         )
+
+
+def _losses(candidate: Candidate) -> Iterator[tuple[str, str]]:
+    """Yield rows of the run's last losses up to the checkpoint's step, from metrics.jsonl."""
+    manifest = candidate.manifest
+    runs_dir = manifest.config.get("runtime", {}).get("runs_dir", "runs")
+    places = (candidate.folder.parent.parent, Path(runs_dir) / manifest.run)
+    records = next((found for place in places if (found := read_records(place / METRICS).records)), ())
+    made = [record for record in records if record.get("step", 0) <= manifest.state.step]
+    for what, name in (("loss", "loss"), ("validation loss", "val_loss")):
+        if measured := [record for record in made if record.get(name) is not None]:
+            yield what, f"{measured[-1][name]:.4f} nats per token at step {measured[-1]['step']:,}"
 
 
 def _program(candidate: Candidate, commit: str) -> Iterator[tuple[str, str]]:

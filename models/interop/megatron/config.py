@@ -15,7 +15,6 @@ from typing import Any, get_type_hints
 
 from triaxis.engine.config.attention_kinds import KindFields, beyond_plain
 from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
-from triaxis.engine.config.loss_scale import LossScaleConfig
 from triaxis.engine.config.megatron_arguments import ARGUMENTS, LISTS, equal_fields, plain_text, taken_over
 from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
@@ -192,7 +191,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
     return (
         _given_back(model, "model")
         | attention_args(model)
-        | _mtp_args(model)
+        | ({} if model.mtp is None else _given_back(model.mtp, "model.mtp"))
         | {
             "kv_channels": model.head_size,
             "ffn_hidden_size": model.ffn_size,
@@ -226,7 +225,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
     Raises:
         ConfigError: an extension provides the learning-rate schedule.
     """
-    optimizer, dtype = config.optimizer, config.precision.dtype
+    optimizer, dtype, scaling = config.optimizer, config.precision.dtype, config.precision.scaling
     return {
         **_given_back(config.train, "train"),
         **_given_back(optimizer, "optimizer"),
@@ -236,7 +235,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
         "clip_grad": optimizer.clip_grad or 0.0,
         "bf16": dtype == "bf16",
         "fp16": dtype == "fp16",
-        **_loss_scale_args(config.precision.scaling),
+        **({} if scaling is None else {"loss_scale": scaling.static, **_given_back(scaling, "precision.loss_scale")}),
     }
 
 
@@ -286,13 +285,6 @@ def _given_back(section: Section, name: str) -> dict[str, Any]:
     return {theirs: getattr(section, ours) for theirs, ours in equal_fields(name).items()}
 
 
-def _loss_scale_args(scaling: LossScaleConfig | None) -> dict[str, Any]:
-    """Build Megatron-LM's loss-scale arguments, empty if the dtype needs no scale."""
-    if scaling is None:
-        return {}
-    return {"loss_scale": scaling.static, **_given_back(scaling, "precision.loss_scale")}
-
-
 def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
     """Add `mtp` to `model` if the arguments ask for multi-token prediction layers. Yields problems."""
     number = args.get("mtp_num_layers")
@@ -304,11 +296,6 @@ def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
     for name in LISTS_BY_LAYER:
         if args.get(name):
             yield f"mtp_num_layers = {number} with {name}: which entry the layers of tokens ahead have is not built."
-
-
-def _mtp_args(model: ModelConfig) -> dict[str, Any]:
-    """Build the arguments for multi-token prediction, empty without such layers."""
-    return {} if model.mtp is None else _given_back(model.mtp, "model.mtp")
 
 
 def _unusable(args: Args) -> Iterator[str]:

@@ -216,9 +216,9 @@ def _scalar(value: Any, source: TorchDist, what: str) -> float:
     """Read a finite number >= 0, which may be saved as a one-element tensor. An int stays an int."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise _wrong(value, source, what)
-    if isinstance(value, float) and not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    # math.isfinite raises for integers beyond the largest float.
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise _wrong(value, source, what)
     return value
 

@@ -329,19 +329,18 @@ def _candidates(parameter: Parameter, below: str) -> list[_Place]:
 
     `below` is the key prefix. An export writes to the first place.
     """
-    places = []
-    for keys in _KEYS[parameter.short]:
-        if parameter.ahead is not None:
-            inner = "" if parameter.short.startswith("mtp.") else _AHEAD_LAYER
-            numbered = f"{below}{_AHEAD}{parameter.ahead}.{inner}"
-            places.append(_Place(tuple(f"{numbered}{key}" for key in keys), stacked=False))
-        elif parameter.layer is None:
-            places.append(_Place(tuple(f"{below}{key}" for key in keys), stacked=False))
-        else:
-            places.append(_Place(tuple(f"{below}{_LAYERS}{key}" for key in keys), stacked=True))
-            numbered = f"{below}{_LAYERS}{parameter.layer[0]}."
-            places.append(_Place(tuple(f"{numbered}{key}" for key in keys), stacked=False))
-    return places
+    if parameter.ahead is not None:
+        inner = "" if parameter.short.startswith("mtp.") else _AHEAD_LAYER
+        places = [(f"{_AHEAD}{parameter.ahead}.{inner}", False)]
+    elif parameter.layer is None:
+        places = [("", False)]
+    else:
+        places = [(_LAYERS, True), (f"{_LAYERS}{parameter.layer[0]}.", False)]
+    return [
+        _Place(tuple(f"{below}{at}{key}" for key in keys), stacked)
+        for keys in _KEYS[parameter.short]
+        for at, stacked in places
+    ]
 
 
 def _find(source: TorchDist, parameter: Parameter, prefixes: Sequence[str]) -> _Place | None:
@@ -402,7 +401,6 @@ def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> t
 def _written(parameter: Parameter, below: str, values: torch.Tensor) -> OutgoingChunk:
     place = _candidates(parameter, below)[0]
     (key,) = place.keys
-    if parameter.layer is None:
-        return OutgoingChunk(key, parameter.shape, (0,) * values.ndim, values)
-    layer, num_layers = parameter.layer
-    return OutgoingChunk(key, (num_layers, *parameter.shape), (layer, *(0,) * values.ndim), values.unsqueeze(0))
+    at, layers = ((), ()) if parameter.layer is None else ((parameter.layer[0],), (parameter.layer[1],))
+    whole_shape, start = (*layers, *parameter.shape), (*at, *(0,) * values.ndim)
+    return OutgoingChunk(key, whole_shape, start, values.reshape(*(1 for _ in layers), *values.shape))

@@ -185,36 +185,29 @@ def pattern(text: str) -> int | list[int]:
         ValueError: the text is another expression, or the list has more than `MOST_LISTED` entries.
         SyntaxError: the text is not a Python expression.
     """
-    made: int | list[int] = _evaluated(ast.parse(text.strip(), mode="eval").body)
-    return made
+    return _evaluated(ast.parse(text.strip(), mode="eval").body)
 
 
-def _evaluated(node: ast.expr) -> Any:
+def _evaluated(node: ast.expr) -> int | list[int]:
     match node:
         case ast.Constant(value=int() as number) if not isinstance(number, bool):
             return number
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as number)):
             return -number
         case ast.List(elts=entries) | ast.Tuple(elts=entries):
-            made = [_evaluated(entry) for entry in entries]
-            if not all(isinstance(entry, int) for entry in made):
-                raise ValueError("a list in a list")
-            return made
-        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
+            made: list[Any] = [_evaluated(entry) for entry in entries]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
             one, other = _evaluated(left), _evaluated(right)
-            if isinstance(operator, ast.Add) and isinstance(one, list) and isinstance(other, list):
-                made = one + other
-            elif isinstance(operator, ast.Mult) and isinstance(one, list) != isinstance(other, list):
-                entries, times = (one, other) if isinstance(one, list) else (other, one)
-                if not 0 <= times * len(entries) <= MOST_LISTED:
-                    raise ValueError("a list that is too long")
-                made = entries * times
-            else:
-                raise ValueError("no sum of lists and no multiple of one")
-            if len(made) > MOST_LISTED:
-                raise ValueError("a list that is too long")
-            return made
-    raise ValueError("no list")
+            made = one + other if isinstance(one, list) and isinstance(other, list) else [None]
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            times, some = sorted((_evaluated(left), _evaluated(right)), key=lambda each: isinstance(each, list))
+            is_legal = isinstance(times, int) and isinstance(some, list) and 0 <= times * len(some) <= MOST_LISTED
+            made = list(some) * times if is_legal else [None]  # type: ignore[arg-type, operator]
+        case _:
+            made = [None]
+    if len(made) > MOST_LISTED or not all(isinstance(each, int) for each in made):
+        raise ValueError("no list of numbers, or one that is too long")
+    return made
 
 
 def _wrong_number(argument: Argument, found: list[str]) -> str | None:

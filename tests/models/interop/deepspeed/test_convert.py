@@ -195,7 +195,10 @@ def test_batches_follow_deepspeeds_rule() -> None:
             {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}},
             "weight decay is decoupled",
         ),
-        ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1}}}, "'OneCycle': WarmupLR, WarmupDecayLR"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1}}},
+            "'OneCycle': only WarmupLR and WarmupDecayLR",
+        ),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear"}}}, "total_num_steps is missing"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "no counterpart here: ZeRO++'s gathers"),
         ({"zero_optimisation": {}}, "Did you mean zero_optimization"),
