@@ -6,7 +6,7 @@ A line has an argument's name, its kind, and more that may be missing:
     swiglu switch -> model.activation=swiglu          a hint for people; code converts the value
     seed int 1234                                     1234 is the default
     disable-bias-linear off @add_bias_linear          false if given; the parsed value has another name, add_bias_linear
-    rope-type str {rope,yarn}                         any other value is a mistake
+    rope-type str {rope,yarn}                         any other value is a mistake; {WSD=wsd}: it is wsd here
     dataloader-type str {single,cyclic} ! WHY         any other value has no counterpart here; why
     fp4-format str ! WHY                              no value has one
 
@@ -17,7 +17,7 @@ Sources: the parsers in Megatron-LM core_v0.8.0, 0.12.2, 0.16.1 (also of default
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from triaxis.engine.config.megatron_without_effect import WITHOUT_EFFECT
@@ -104,14 +104,14 @@ seed int 1234 = train.seed
 optimizer str adam {adam,sgd} !
 lr float = optimizer.lr
 min-lr float 0.0
-lr-decay-style str linear {constant,linear,cosine,inverse-square-root,WSD} -> optimizer.lr_schedule
+lr-decay-style str linear {constant,linear,cosine,inverse-square-root=inverse_sqrt,WSD=wsd} -> optimizer.lr_schedule
 lr-decay-iters int -> optimizer.decay_steps
 lr-decay-samples int
 lr-warmup-iters int 0 -> optimizer.warmup_steps
 lr-warmup-samples int 0
 lr-warmup-fraction float
 lr-warmup-init float 0.0
-lr-wsd-decay-style str exponential {linear,cosine,exponential,minus_sqrt} -> optimizer.cooldown_shape
+lr-wsd-decay-style str exponential {linear,cosine,exponential,minus_sqrt=sqrt} -> optimizer.cooldown_shape
 lr-wsd-decay-iters int -> optimizer.cooldown_tokens (of tokens, not of iterations)
 lr-wsd-decay-samples int
 weight-decay float 0.01 = optimizer.weight_decay
@@ -150,7 +150,7 @@ decoder-last-pipeline-num-layers int -> parallel.layers_per_stage
 account-for-embedding-in-pipeline-split switch
 account-for-loss-in-pipeline-split switch
 context-parallel-size int 1 = parallel.cp
-cp-comm-type strs p2p {p2p,all_gather,a2a,a2a+p2p}
+cp-comm-type strs p2p {p2p=auto,all_gather,a2a=ulysses,a2a+p2p=auto}
 expert-model-parallel-size int 1 -> parallel.ep
 expert-tensor-parallel-size int -> parallel.etp
 sequence-parallel switch
@@ -299,6 +299,7 @@ _LINE = re.compile(
     r"(?P<name>\S+) (?P<kind>\w+)( (?P<default>\w\S*))?( @(?P<dest>\w+))?( {(?P<accepted>.*)})?"
     r"( (?P<form>=|->) (?P<ours>[^!]+?))?( ! ?(?P<why>.*))?"
 )
+_PAIR = re.compile(r"([^,=]+)=?([^,]*)")
 _WORD = re.compile(r"(?P<name>[\w-]+)(?P<kind>[=+?]?)(>(?P<ours>\S+))?")
 _KINDS = {"": "switch", "=": "str", "+": "any", "?": "optional"}
 
@@ -317,7 +318,7 @@ class Argument:
         dest: name of the parsed value, also in checkpoints.
         ours: field here, as `FOREIGN_NAMES` has it.
         is_equal: whether the value is that field's.
-        accepted: the only values that are read; empty: any value.
+        accepted: the only values that are read, with ours; empty: any value.
         why: reason why other values have no counterpart here, "" if they are not built; None: they are mistakes.
     """
 
@@ -328,7 +329,7 @@ class Argument:
     dest: str = ""
     ours: str | None = None
     is_equal: bool = False
-    accepted: tuple[str, ...] = ()
+    accepted: Mapping[str, str] = field(default_factory=dict)
     why: str | None = None
 
     def other_values(self, values: list[Any]) -> list[str]:
@@ -371,7 +372,7 @@ def _lines(groups: Mapping[str, str]) -> Iterator[Argument]:
                 dest=found["dest"] or name.replace("-", "_"),
                 ours=found["ours"],
                 is_equal=found["form"] == "=",
-                accepted=tuple(found["accepted"].split(",")) if found["accepted"] else (),
+                accepted={theirs: ours or theirs for theirs, ours in _PAIR.findall(found["accepted"] or "")},
                 why=found["why"],
             )
 

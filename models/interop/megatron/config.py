@@ -9,7 +9,7 @@ ignored.
 Source: megatron/training/arguments.py and the TransformerConfig in Megatron-Core 0.16.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_type_hints
 
@@ -50,7 +50,7 @@ _ONE_MORE = {"rmsnorm": "rmsnorm_1p"}
 _NORMS = {kind.megatron: name for name, kind in NORMS.items() if kind.megatron is not None}
 _POSITIONS = {kind.megatron: name for name, kind in POSITIONS.items() if kind.megatron is not None}
 
-_OFF_ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {
+_OFF_ONLY: Mapping[str, tuple[Container[str], str]] = {
     **{each.dest: (each.accepted, each.why or "") for each in ARGUMENTS.values() if each.group == "another model"},
     "num_experts": (("0",), "checkpoints with experts cannot be imported yet"),
     "multi_latent_attention": ((), "multi-latent attention is not built"),

@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from triaxis.engine.config.megatron_arguments import ARGUMENTS
 from triaxis.engine.config.plan import planned_steps
 from triaxis.engine.config.training import DECAYS, OptimizerConfig
 from triaxis.engine.config.tree import Config
@@ -23,14 +24,7 @@ from triaxis.engine.errors import ConfigError, shown
 from triaxis.engine.optimizer.lr import SHAPES, learning_rate
 from triaxis.models.interop.rate_notes import differing_rates
 
-STYLES = {
-    "constant": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "inverse-square-root": "inverse_sqrt",
-    "WSD": "wsd",
-}
-WSD_STYLES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "minus_sqrt": "sqrt"}
+STYLES, WSD_STYLES = (ARGUMENTS[name].accepted for name in ("lr-decay-style", "lr-wsd-decay-style"))
 """STYLES: their `lr_decay_style` -> our `optimizer.lr_schedule`. WSD_STYLES: their `lr_wsd_decay_style` -> our `cooldown_shape`."""
 
 _NUMBERS = (
@@ -42,7 +36,6 @@ _NUMBERS = (
     "global_batch_size",
     "seq_length",
 )
-ARGUMENTS = (*_NUMBERS, "lr_decay_style", "lr_wsd_decay_style")
 
 _LARGEST = 2**63
 

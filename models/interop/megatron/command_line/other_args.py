@@ -22,7 +22,6 @@ from triaxis.models.interop.megatron.command_line.parse import Parsed, flag
 
 Fields = dict[str, Any]
 
-_CP_METHODS = {"p2p": "auto", "all_gather": "all_gather", "a2a": "ulysses", "a2a+p2p": "auto"}
 _PARTS = {**FOREIGN_VALUES["recompute.modules"], "mlp": "mlp"}
 """Megatron-LM's recompute module -> ours, for modules that can be recomputed here too."""
 
@@ -39,7 +38,7 @@ def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
         # Megatron-LM disables it if tp is 1.
         "sequence_parallel": args["sequence_parallel"] and tp > 1,
     }
-    methods = {_CP_METHODS[method] for method in args["cp_comm_type"]}
+    methods = {ARGUMENTS["cp-comm-type"].accepted[method] for method in args["cp_comm_type"]}
     if len(methods) == 1 and (method := methods.pop()) != "auto":
         parallel["cp_method"] = method
     if args["num_experts"]:

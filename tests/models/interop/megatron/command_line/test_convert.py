@@ -240,7 +240,9 @@ def test_every_argument_without_counterpart_is_in_the_list() -> None:
 
 
 def test_values_that_switch_nothing_on_have_counterparts() -> None:
-    line = " ".join(f"--{name} {missing.accepted[-1]}" for name, missing in NO_COUNTERPART.items() if missing.accepted)
+    line = " ".join(
+        f"--{name} {[*missing.accepted][-1]}" for name, missing in NO_COUNTERPART.items() if missing.accepted
+    )
     assert from_command_line([BASE]) == from_command_line([f"{BASE} {line}"])
 
 
