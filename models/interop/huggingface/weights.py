@@ -436,8 +436,7 @@ def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
 def _naming(files: Files, naming: Naming) -> Naming:
     """Choose the naming that the files follow, `naming` or `naming.fused`."""
     stacked = () if naming.fused is None else tuple(name for _, names in naming.fused.experts for name in names)
-    is_fused = bool(stacked) and any(name.endswith(stacked) for name in files.tensors)
-    return naming.fused if is_fused and naming.fused is not None else naming
+    return naming.fused if naming.fused and any(name.endswith(stacked) for name in files.tensors) else naming
 
 
 def _notes(model: ModelConfig, rows: int, files: Files, family: Family) -> Iterator[str]:
@@ -479,22 +478,23 @@ def _mismatches(found: HuggingFaceModel) -> Iterator[str]:
                 yield f"{stored.name} has the shape {list(stored.shape)}; the config makes it {list(plan.shape)}"
             elif stored.dtype not in DTYPES:
                 yield f"{stored.name} is {stored.dtype}; weights may be {', '.join(DTYPES)}"
+    family, model = FAMILIES[found.family], found.model
     own = {exchange.ours[0].name: found.spelling(exchange.theirs[0]) for exchange in found.exchanges}
-    for copy in copies(found.family, found.model):
-        name, word = found.spelling(copy.theirs[0]), own[copy.ours[0].name]
-        if there.pop(name, None) is not None and not _is_same(found.files, name, word):
-            yield f"{name} differs from {word}, which the layers that predict further tokens share with the model here"
-    family = FAMILIES[found.family]
-    naming = family.naming
-    head = found.spelling(naming.last[-1][1][0])
+    head = found.spelling(family.naming.last[-1][1][0])
+    shared = [
+        (
+            found.spelling(copy.theirs[0]),
+            copy.ours[0].name,
+            "which the layers that predict further tokens share with the model here",
+        )
+        for copy in copies(found.family, model)
+    ]
+    if model.tie_embeddings:
+        shared.append((head, "embedding.word.weight", "and tie_word_embeddings says that they are one"))
+    for name, word, why in shared:
+        if there.pop(name, None) is not None and not _is_same(found.files, name, own[word]):
+            yield f"{name} differs from {own[word]}, {why}"
     for name, stored in there.items():
-        if naming.buffers.fullmatch(name) or (found.is_part and OF_LANGUAGE not in name and name != head):
-            continue
-        if _is_left_out(name, found.model, family):
-            continue
-        if name == head and found.model.tie_embeddings:
-            word = found.spelling(found.exchanges[0].theirs[0])
-            if not _is_same(found.files, name, word):
-                yield f"{name} differs from {word}, and tie_word_embeddings says that they are one"
-            continue
-        yield f"{name} {list(stored.shape)} is not a tensor of this model"
+        is_of_another_part = found.is_part and OF_LANGUAGE not in name and name != head
+        if not (family.naming.buffers.fullmatch(name) or is_of_another_part or _is_left_out(name, model, family)):
+            yield f"{name} {list(stored.shape)} is not a tensor of this model"
