@@ -6,6 +6,7 @@ times    the same, and costs                  ->  bubble and waits of each rank,
 """
 
 import argparse
+import math
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,8 +24,7 @@ from triaxis.engine.pipeline.simulate import Costs, SimulatedTimeline, simulate
 from triaxis.engine.pipeline.text import program_to_text, render_timeline, to_text
 from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.schedule_picture import draw_schedule
-from triaxis.launch.pictures.schedule_times import path_lines, path_summary, rank_table
-from triaxis.launch.pictures.simulate_program import simulate_program
+from triaxis.launch.pictures.schedule_times import critical_path, path_lines, path_summary, rank_table, rank_waits
 from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,
@@ -291,7 +291,11 @@ def _check(console: Console, to_check: list[Schedule], args: argparse.Namespace)
 
 
 def _times(console: Console, args: argparse.Namespace) -> None:
-    """Simulate the lowered program of a step, with sends and receives, and print the times."""
+    """Simulate a step's actions and messages, and print the times."""
+    if args.transfer is not None and not 0 <= args.transfer < math.inf:
+        raise ScheduleError(
+            f"--transfer {args.transfer}: what ends before it starts, or never, cannot be timed. Give a time of 0 or more."
+        )
     if args.config is None:
         if args.cluster is not None:
             raise ScheduleError("--cluster without a config: seconds follow from the sizes of a model. Name a config.")
@@ -301,24 +305,24 @@ def _times(console: Console, args: argparse.Namespace) -> None:
         schedule, costs, unit = _of_model(args)
     costs = costs if args.transfer is None else replace(costs, transfer=args.transfer)
 
-    timeline = simulate_program(lower(schedule), costs)
-    placement = schedule.placement
+    timeline = simulate(schedule, costs)
+    waits, path, placement = rank_waits(timeline), critical_path(timeline), schedule.placement
     console.print(
         f"{schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {schedule.num_microbatches} microbatches; unit of time: {unit}"
     )
     console.print(
         f"span {significant(timeline.span)}, bubble {timeline.largest_bubble_fraction:.2%} of it on the rank that waits most"
     )
-    console.print(rank_table(timeline, Programs(schedule).facts))
-    console.print(f"critical path: {path_summary(timeline)}")
-    for line in path_lines(timeline):
+    console.print(rank_table(timeline, waits, Programs(schedule).facts))
+    console.print(f"critical path: {path_summary(path)}")
+    for line in path_lines(path):
         console.print(f"  {line}", markup=False)
     console.print(
         "bubble: what the rank needs is not computed yet; messages: it is computed and on its way; in flight: microbatch-chunks "
         "whose activations are kept; held: those whose weight gradients wait"
     )
-    waits = [{"rank": rank, "busy": timeline.busy(rank), **one._asdict()} for rank, one in enumerate(timeline.waits)]
-    print_json(args, {**_names(schedule), "unit": unit, "span": timeline.span, "ranks": waits})
+    ranks = [{"rank": rank, "busy": timeline.busy(rank), **one._asdict()} for rank, one in enumerate(waits)]
+    print_json(args, {**_names(schedule), "unit": unit, "span": timeline.span, "ranks": ranks})
 
 
 def _names(schedule: Schedule) -> dict[str, object]:

@@ -194,7 +194,7 @@ def test_times_of_a_config_by_flops_or_in_seconds(capsys: pytest.CaptureFixture[
     [
         (["--pp", "2"], "--microbatches not given"),
         (["--pp", "2", "--microbatches", "2", "--cluster", "64xH100"], "--cluster without a config"),
-        (["--pp", "2", "--microbatches", "2", "--transfer", "-1"], "a cost of -1"),
+        (["--pp", "2", "--microbatches", "2", "--transfer", "-1"], "--transfer -1.0: what ends before it starts"),
         (["gpt_tiny", "--pp", "2"], "together with --pp"),
     ],
 )
