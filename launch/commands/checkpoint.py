@@ -11,6 +11,7 @@ A checkpoint is named by its folder, a folder of checkpoints (the latest) or a r
 import argparse
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +23,9 @@ from rich.table import Table
 
 from triaxis.engine.config.optimizer_kinds import EMA
 from triaxis.engine.errors import CheckpointError, attempt_name, counted
-from triaxis.engine.telemetry.outlets.format import compact, significant
+from triaxis.engine.telemetry.outlets.format import compact, in_bytes, significant
 from triaxis.engine.telemetry.record.parameters import MODULES, module_of
+from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.start.command_line import CommandParser, add_checkpoint, print_json
 
 if TYPE_CHECKING:  # these import torch, which takes a second, too long for --help
@@ -157,7 +159,7 @@ def fingerprint(args: argparse.Namespace) -> int:
     With --recompute, each is also computed from the files. The exit code is then 1 if one differs.
     """
     from triaxis.engine.checkpoint.directory import find
-    from triaxis.launch.inspect.check import fingerprint_bytes
+    from triaxis.launch.inspect.check import check_files
 
     candidate = find(args.path)
     stored = candidate.manifest.fingerprint
@@ -168,7 +170,12 @@ def fingerprint(args: argparse.Namespace) -> int:
         print_json(args, stored)
         return 0
     with _progress(console, "fingerprint", _data_bytes(candidate.folder)) as progress:
-        computed = fingerprint_bytes(candidate.folder, candidate.manifest, progress)
+        checked = check_files(candidate.folder, progress)
+    if damaged := [problem for problem in checked.problems if not problem.startswith("manifest.json")]:
+        raise CheckpointError(
+            f"{candidate.folder} is damaged: {damaged[0]}. `triaxis checkpoint check` names all that is."
+        )
+    computed = checked.fingerprint
     print_json(args, {"stored": stored, "recomputed": computed})
     if computed == stored:
         console.print("recomputed from the bytes: the same")
@@ -218,10 +225,7 @@ def _facts(manifest: "Manifest") -> Iterator[tuple[str, str]]:
 
 def _module_table(manifest: "Manifest") -> Table:
     counts = _by_module(manifest)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("  module")
-    for column in ("tensors", "parameters", "share"):
-        table.add_column(column, justify="right")
+    table = terminal_table("  module", "tensors", "parameters", "share", names=("  module",))
     for module, (tensors, numel) in counts.items():
         table.add_row(f"  {module}", f"{tensors:,}", f"{numel:,}", f"{numel / manifest.num_parameters:.1%}")
     return table
@@ -233,9 +237,8 @@ def _tensor_table(manifest: "Manifest") -> Table:
     dtypes: dict[str, dict[str, str]] = {}
     for (name, kind), tensor in tensors_of(manifest).items():
         dtypes.setdefault(name, {})[kind] = "+".join(sorted(tensor.dtypes))
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in ("  tensor", "shape", "dtype"):
-        table.add_column(column, no_wrap=True)
+    columns = ("  tensor", "shape", "dtype")
+    table = terminal_table(*columns, names=columns)
     for name, info in manifest.tensors.items():
         mine = dtypes.get(name, {})
         same = len(set(mine.values())) == 1
@@ -246,13 +249,11 @@ def _tensor_table(manifest: "Manifest") -> Table:
 
 def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
     """Return (number of tensors, number of parameters) by module, without empty modules."""
-    counts: dict[str, tuple[int, int]] = {}
-    numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
-    for name, numel in numels.items():
-        module = module_of(name)
-        tensors, total = counts.get(module, (0, 0))
-        counts[module] = tensors + 1, total + numel
-    return {module: counts[module] for module in MODULES if module in counts}
+    tensors: Counter[str] = Counter(map(module_of, manifest.tensors))
+    numels: Counter[str] = Counter()
+    for name, info in manifest.tensors.items():
+        numels[module_of(name)] += math.prod(info.shape)
+    return {module: (tensors[module], numels[module]) for module in MODULES if module in tensors}
 
 
 def _dtypes(manifest: "Manifest") -> list[str]:
@@ -398,34 +399,21 @@ def _show_checked(console: Console, checked: "CheckpointCheck") -> None:
 
 
 def _data_bytes(folder: Path) -> int:
-    """Size of a checkpoint's tensors, for a progress bar; 0 if the manifest cannot be read."""
-    from triaxis.engine.checkpoint.format.manifest import parse_manifest
-
-    try:
-        manifest = parse_manifest(folder)
-    except CheckpointError:
-        return 0
-    return sum(piece.num_bytes for file in manifest.files for piece in file.pieces)
+    """Size of a checkpoint's files, for a progress bar."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal, and nothing in a log file. Yields a function (bytes just read)."""
-    if not console.is_terminal:
-        yield lambda num_bytes: None
-        return
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
 def _size(manifest: "Manifest") -> str:
-    files = counted(len(manifest.files), "file")
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if manifest.num_bytes >= size:
-            return f"{manifest.num_bytes / size:.2f} {unit} in {files}"
-    return f"{manifest.num_bytes} bytes in {files}"
+    return f"{in_bytes(manifest.num_bytes)} in {counted(len(manifest.files), 'file')}"
 
 
 def _short(value: Any) -> str:

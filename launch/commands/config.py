@@ -32,6 +32,7 @@ from triaxis.engine.telemetry.outlets.banner import cp_imbalance_line
 from triaxis.engine.telemetry.record.parameters import num_active
 from triaxis.launch.config_reference import chosen, entries, to_markdown
 from triaxis.launch.footprint.own_costs import OwnCostsMeter
+from triaxis.launch.pictures.tables import aligned
 from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, print_json, refuse
 from triaxis.models.mup import mup_fields
 from triaxis.models.parameter_groups import GroupedParameter, grouped_parameters, groups_have_parameters
@@ -119,9 +120,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.verb == "params":
         rows = _parameters(load_config(args.config, args.overrides, os.environ, more_rules=[groups_have_parameters]))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("\n".join(aligned(rows, left=range(len(rows[0])))))
         print_json(args, [dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
         return 0
     check_counts(world_size=args.world_size, ranks_per_node=args.ranks_per_node)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +18,7 @@ from triaxis.engine.config.plan import parallel_sizes, stages_of
 from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.telemetry.outlets.format import in_bytes
+from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,
@@ -57,6 +57,16 @@ With documents, windows or cp, kernels.attention=varlen takes the GPU's. docs/fo
 --measured starts all ranks for one real step. Exit code 1 if the calls or bytes of any rank differ from the config's prediction.
 """
 
+MODES = {
+    "replay": ("a replay is of the calls of all ranks", "rank", "real"),
+    "races": ("races are searched in other steps", "replay", "real", "full"),
+    "measured": (
+        "all ranks run a real step",
+        *("rank", "replay", "real", "full", "races", "json", "output", "world_size"),
+    ),
+    "ladder": ("the ladder predicts", "rank", "replay", "real", "full", "races", "measured"),
+}
+"""Options that run something else than a rank's step, with what they run and the options that do nothing with them."""
 SHOWN_OPS = 4
 REAL_STEPS = 3
 MOST_RANKS_OF_A_WHOLE_REPLAY = 16
@@ -156,19 +166,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
-    if args.replay and args.rank:
-        yield "--replay with --rank: a replay is of all ranks, and the tables of one would not be shown. Leave one out."
-    if args.replay and args.real:
-        yield "--replay with --real: a replay runs nothing on a device, and no time would be shown. Leave one out."
-    if args.races:
-        for option in typed(args, "replay", "real", "full"):
-            yield f"--races with {option}: races are searched in other steps, and {option} would do nothing. Leave one out."
-    if args.measured:
-        for option in typed(args, "rank", "replay", "real", "full", "races", "json", "output", "world_size"):
-            yield f"--measured with {option}: all ranks run a real step, and {option} would do nothing. Leave one out."
-    if args.ladder:
-        for option in typed(args, "rank", "replay", "real", "full", "races", "measured"):
-            yield f"--ladder with {option}: the ladder predicts, and {option} would do nothing. Leave one out."
+    for mode, (why, *useless) in MODES.items():
+        if getattr(args, mode):
+            for option in typed(args, *useless):
+                yield f"--{mode} with {option}: {why}, and {option} would do nothing. Leave one out."
     if args.gpu_kind is not None and not args.ladder:
         yield "--gpu-kind without --ladder: nothing else is predicted for a kind of GPU. Leave it out, or add --ladder."
     if args.dry_run and not args.measured:
@@ -283,6 +284,8 @@ def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
 
 def show_footprint(console: Console, config: Config, rank: int, found: "Footprint") -> None:
     """Print a rank's memory, saved tensors beside the formula's prediction, traffic and operators."""
+    from triaxis.models.predict.traffic import measured_traffic
+
     stages = ", ".join(map(str, found.stages))
     run, all_ = found.run_microbatches, found.num_microbatches
     how = "all of them run" if run == all_ else f"{run} run, {all_ - run} added up from those like them"
@@ -309,8 +312,9 @@ def show_footprint(console: Console, config: Config, rank: int, found: "Footprin
     _show_formula(console, config, found)
 
     traffic = _table("sent in a step", "axis and purpose", "operation", "calls", "wire bytes")
-    for (axis, purpose, op), (calls, num_bytes) in _traffic(found).items():
-        traffic.add_row(f"{axis}, {purpose}", op.replace("_", "-"), f"{calls:,}", in_bytes(num_bytes))
+    for flow, volume in sorted(measured_traffic(found.events).items()):
+        operation = flow.op.replace("_", "-")
+        traffic.add_row(f"{flow.axis}, {flow.purpose}", operation, f"{volume.calls:,}", in_bytes(volume.wire_bytes))
     console.print(traffic if found.log else "nothing is sent: one rank")
 
     operators = _table("operators dispatched in a step", "by", "operators", "most often")
@@ -371,11 +375,7 @@ def _formula_bytes(config: Config, found: "Footprint") -> float:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for index, column in enumerate(columns):
-        numbers = index and column not in ("operation", "tensor", "most often")
-        table.add_column(column, justify="right" if numbers else "left", no_wrap=bool(numbers), overflow="fold")
-    return table
+    return terminal_table(*columns, names=(columns[0], "operation", "tensor", "most often"), title=title)
 
 
 def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
@@ -398,19 +398,10 @@ def _name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
-    """Return a dict from (axis, purpose, operation) to (calls, bytes that a ring algorithm sends)."""
-    from triaxis.models.predict.traffic import measured_traffic
-
-    volumes = measured_traffic(found.events)
-    return {
-        (flow.axis, flow.purpose, flow.op): (volume.calls, volume.wire_bytes)
-        for flow, volume in sorted(volumes.items())
-    }
-
-
 def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
     """Build the JSON output. All sizes are in bytes."""
+    from triaxis.models.predict.traffic import measured_traffic
+
     return {
         "rank": rank,
         "coordinates": asdict(found.coordinates),
@@ -423,9 +414,6 @@ def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
         "largest": asdict(found.largest) | {"dtype": _name(found.largest.dtype)},
         "formula_activation_bytes": _formula_bytes(config, found),
         "saved": [asdict(one) | {"dtype": _name(one.dtype)} for one in found.saved],
-        "traffic": [
-            {"axis": axis, "purpose": purpose, "op": op, "calls": calls, "wire_bytes": num_bytes}
-            for (axis, purpose, op), (calls, num_bytes) in _traffic(found).items()
-        ],
+        "traffic": [asdict(flow) | asdict(volume) for flow, volume in sorted(measured_traffic(found.events).items())],
         "ops": {place: dict(counts) for place, counts in found.ops.items()},
     }

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from triaxis.engine.errors import ScheduleError, shown
 from triaxis.engine.pipeline import schedules
@@ -20,11 +20,12 @@ from triaxis.engine.pipeline.actions import Schedule
 from triaxis.engine.pipeline.forwards import forward_only
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.engine.pipeline.programs import Programs, schedule_file_runs
-from triaxis.engine.pipeline.simulate import Costs, SimulatedTimeline, simulate
+from triaxis.engine.pipeline.simulate import Costs, simulate
 from triaxis.engine.pipeline.text import program_to_text, render_timeline, to_text
 from triaxis.engine.telemetry.outlets.format import significant
-from triaxis.launch.pictures.schedule_picture import draw_schedule
+from triaxis.launch.pictures.schedule_picture import draw_schedule, in_forwards
 from triaxis.launch.pictures.schedule_times import critical_path, path_lines, path_summary, rank_table, rank_waits
+from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,
@@ -60,8 +61,6 @@ TIMES_EXAMPLES = """examples:
 
 A time is a number of forwards: of a mean layer (by FLOPs) with a config, of a stage without one. With --cluster it is in seconds.
 """
-BACKWARD_COST = 2
-"""Backward cost in forwards, for pictures and the bubble that `check` prints: two matrix products for each one in the forward."""
 MOST_PASSES = 2**21
 """Maximum number of forward passes (stages x microbatches) for sizes on the command line; the largest published runs have half a
 million.
@@ -225,11 +224,6 @@ def usual_dp(config: "Config") -> int:
     return next((dp for dp in sizes if num_microbatches % dp == 0 and num_microbatches // dp % pp == 0), 1)
 
 
-def _timeline(schedule: Schedule) -> SimulatedTimeline:
-    half = BACKWARD_COST / 2
-    return simulate(schedule, Costs.uniform(schedule.placement.num_stages, 1, half, half))
-
-
 def _print(console: Console, schedule: Schedule, args: argparse.Namespace) -> None:
     form, out = args.form, args.output
     if args.open and form != "svg":
@@ -239,20 +233,19 @@ def _print(console: Console, schedule: Schedule, args: argparse.Namespace) -> No
             raise ScheduleError(
                 "--form svg without --output: a terminal shows no picture. Add --output schedule.svg, or take --form timeline."
             )
-        draw_schedule(_timeline(schedule), out)
-    elif form == "timeline":
-        # A long picture is folded on a screen, and keeps its full width in a file or a pipe.
-        picture = render_timeline(_timeline(schedule), console.width if console.is_terminal and out is None else None)
-        if out is None:
-            console.print(picture)
-        else:
-            write_output(out, picture.plain + "\n")
+        draw_schedule(in_forwards(schedule), out)
     else:
-        text = to_text(schedule) if form == "text" else program_to_text(lower(schedule))
-        if out is None:
-            console.print(text, end="", markup=False)
+        # A long picture is folded on a screen, and keeps its full width in a file or a pipe.
+        width = console.width if console.is_terminal and out is None else None
+        shown: Text | str
+        if form == "timeline":
+            shown = render_timeline(in_forwards(schedule), width).append("\n")
         else:
-            write_output(out, text)
+            shown = to_text(schedule) if form == "text" else program_to_text(lower(schedule))
+        if out is None:
+            console.print(shown, end="", markup=False)
+        else:
+            write_output(out, str(shown))
     if out is not None:
         console.print(f"wrote {out}")
         open_page(args, out)
@@ -268,16 +261,14 @@ def _check(console: Console, to_check: list[Schedule], args: argparse.Namespace)
             f"{schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {schedule.num_microbatches} microbatches: complete, "
             "in order, every send received, no deadlock under NCCL's rules, with early and with late receives"
         )
-        timeline = _timeline(schedule)
-        table = Table(box=None, pad_edge=False, header_style="bold")
+        timeline = in_forwards(schedule)
         columns = {
             "most in flight": facts.peak_in_flight,
             **({"most held": facts.peak_held} if any(facts.peak_held) else {}),
             "early receives": facts.peak_early_receives,
             "sends + receives": facts.num_transfers,
         }
-        for column in ("rank", *columns, "idle"):
-            table.add_column(column, justify="right")
+        table = terminal_table("rank", *columns, "idle")
         for rank, values in enumerate(zip(*columns.values(), strict=True)):
             table.add_row(str(rank), *map(str, values), f"{timeline.bubble_fraction(rank):.1%}")
         console.print(table)
@@ -285,7 +276,7 @@ def _check(console: Console, to_check: list[Schedule], args: argparse.Namespace)
     console.print(
         "in flight: microbatch-chunks whose activations are kept; held: those whose weight gradients wait; "
         "early receives: per direction and chunk; "
-        f"idle: of the span, a backward taking {BACKWARD_COST} forwards and transfers nothing"
+        "idle: of the span, a backward taking 2 forwards and transfers nothing"
     )
     print_json(args, shown)
 
@@ -300,7 +291,7 @@ def _times(console: Console, args: argparse.Namespace) -> None:
         if args.cluster is not None:
             raise ScheduleError("--cluster without a config: seconds follow from the sizes of a model. Name a config.")
         schedule, unit = asked_for(args), "forwards of a stage"
-        costs = Costs.uniform(schedule.placement.num_stages, 1, 1, 1)
+        costs = Costs.uniform(schedule.placement.num_stages)
     else:
         schedule, costs, unit = _of_model(args)
     costs = costs if args.transfer is None else replace(costs, transfer=args.transfer)

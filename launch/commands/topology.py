@@ -58,11 +58,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the layout, and draw it with --output. Raises TopologyError or ConfigError if there is no such layout."""
-    check_counts(world_size=args.world_size)
-    if args.ranks_per_node is not None and args.ranks_per_node < 1:
-        raise TopologyError(
-            f"--ranks-per-node {args.ranks_per_node}: a node has at least 1 rank, else there are no nodes."
-        )
+    check_counts(world_size=args.world_size, ranks_per_node=args.ranks_per_node)
     if args.output is not None:
         check_path(args.output)
     elif args.open:
@@ -103,9 +99,7 @@ def _sizes(args: argparse.Namespace) -> tuple[Config | None, ParallelSizes]:
             f"{flags} and {args.config}: both set the layout. Leave one out; to change a size of the config, write an "
             "override, such as parallel.tp=2."
         )
-    config = load_config(args.config, args.overrides, os.environ)
-    if args.allow_tp_across_nodes:
-        parallel = config.parallel.model_copy(update={"allow_tp_across_nodes": True})
-        config = config.model_copy(update={"parallel": parallel})
+    allowed = ["parallel.allow_tp_across_nodes=true"] if args.allow_tp_across_nodes else []
+    config = load_config(args.config, [*args.overrides, *allowed], os.environ)
     require_legal(config, str(args.config), args.world_size, args.ranks_per_node)
     return config, parallel_sizes(config, args.world_size)

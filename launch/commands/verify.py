@@ -6,17 +6,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.training import MOST_STEPS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import counted
 from triaxis.engine.layout.rank_rules import MOST_RANKS as LARGEST_WORLD
+from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.start.command_line import (
     CONFIG,
     LAYOUT_WORDS,
@@ -73,6 +71,9 @@ DEFAULT_STEPS = 3
 ONE_PROCESS = "one process"
 DTYPES = ("float64", "fp32", "bf16", "fp16")
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
+
+Compared = tuple[Trial, Verdict, str, str]
+"""A trial, its verdict, what it was compared with, and the words of its line."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -154,12 +155,20 @@ def run(args: argparse.Namespace) -> int:
     refuse(_problems(args))
     # A pipe has room for the names of another engine's parameters.
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    if args.matrix:
-        return _run_matrix(console, args)
-    if args.subject is not None:
-        return _run_subject(console, args)
-    if args.oracle is not None:
-        return _run_oracle(console, args)
+    has_several = args.matrix or args.subject is not None or args.oracle is not None
+    try:
+        if args.matrix:
+            return _run_matrix(console, args)
+        if args.subject is not None:
+            return _run_subject(console, args)
+        return _run_layout(console, args) if args.oracle is None else _run_oracle(console, args)
+    except (VerificationError, ReportError) as error:
+        print(f"error: {error}; {'not everything' if has_several else 'nothing'} was compared", file=sys.stderr)
+        return UNUSABLE
+
+
+def _run_layout(console: Console, args: argparse.Namespace) -> int:
+    """Compare one layout with one process, and print the certificate."""
     layout = _layout_words(args) or []
     asked = trial(
         args.config,
@@ -172,11 +181,7 @@ def run(args: argparse.Namespace) -> int:
         show_plan(asked)
         print_json(args, planned([asked]), args.output)
         return EQUAL
-    try:
-        verdict = verify_layout(asked)
-    except VerificationError as error:
-        print(f"error: {error}; nothing was compared", file=sys.stderr)
-        return UNUSABLE
+    verdict = verify_layout(asked)
     show_certificate(console, asked, verdict)
     if asked.config.model.own.loss is not None and not args.full_size:
         console.print(
@@ -230,20 +235,10 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
             show_plan(asked)
         print_json(args, planned([asked for _, asked in trials]), args.output)
         return EQUAL
-    certificates: list[dict[str, object]] = []
-    num_different = 0
-    for number, (row, asked) in enumerate(trials, start=1):
-        try:
-            verdict = verify_layout(asked)
-        except VerificationError as error:
-            print(f"error: {error}, in trial {number} ({_features(row)})", file=sys.stderr)
-            return UNUSABLE
-        _show_line(console, number, len(trials), verdict, _features(row))
-        if not verdict.equal:
-            num_different += 1
-            _show_tables(console, asked, verdict)
-        certificates.append({"features": row} | certificate(asked, verdict))
-    print_json(args, {"equal": not num_different, "trials": certificates}, args.output)
+    certificates = _judge(console, _of_matrix(trials), len(trials))
+    num_different = sum(not one["equal"] for one in certificates)
+    in_matrix = [{"features": row} | one for (row, _), one in zip(trials, certificates, strict=True)]
+    print_json(args, {"equal": not num_different, "trials": in_matrix}, args.output)
     steps = counted(args.steps, "step")
     if num_different:
         console.print(f"[bold red]{num_different} of {len(trials)} layouts do not train the same model.[/]")
@@ -253,6 +248,29 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
         "two features that can be combined are in one of them."
     )
     return EQUAL
+
+
+def _of_matrix(trials: Sequence[tuple[Row, Trial]]) -> Iterator[Compared]:
+    for row, asked in trials:
+        print(f"{_features(row)} ...", file=sys.stderr)
+        yield asked, verify_layout(asked), ONE_PROCESS, _features(row)
+
+
+def _judge(console: Console, compared: Iterator[Compared], total: int | None) -> list[dict[str, object]]:
+    """Print each verdict as soon as it is there, and return the certificates.
+
+    A verdict is one of `total` lines, and for a difference also tables. If `total` is None, it is a whole certificate.
+    """
+    certificates = []
+    for number, (one, verdict, against, words) in enumerate(compared, start=1):
+        if total is None:
+            show_certificate(console, one, verdict, against)
+        else:
+            _show_line(console, number, total, verdict, words)
+            if not verdict.equal:
+                _show_tables(console, one, verdict, against)
+        certificates.append(certificate(one, verdict, against))
+    return certificates
 
 
 def _run_oracle(console: Console, args: argparse.Namespace) -> int:
@@ -270,16 +288,9 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
         show_oracle_plan(asked)
         print_json(args, planned(asked.trials, asked.against), args.output)
         return EQUAL
-    certificates = []
-    is_equal = True
-    try:
-        for one, verdict in verify_against(asked):
-            show_certificate(console, one, verdict, asked.against)
-            certificates.append(certificate(one, verdict, asked.against))
-            is_equal = is_equal and verdict.equal
-    except VerificationError as error:
-        print(f"error: {error}; not everything was compared", file=sys.stderr)
-        return UNUSABLE
+    compared = ((one, verdict, asked.against, "") for one, verdict in verify_against(asked))
+    certificates = _judge(console, compared, None)
+    is_equal = all(one["equal"] for one in certificates)
     oracle = {"name": asked.oracle, "version": asked.version, "what": what_is(asked.oracle)}
     print_json(args, {"equal": is_equal, "oracle": oracle, "trials": certificates}, args.output)
     return EQUAL if is_equal else DIFFERENT
@@ -303,23 +314,22 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
         print_json(args, planned(asked.trials), args.output)
         return EQUAL
     console.print(f"subject {args.subject}: {_model(asked.trials[0].config)}", markup=False)
-    certificates = []
     num_trials = len(asked.trials) + bool(asked.against)
     if asked.against:
         console.print(
             f"the engine of --against ({' '.join(asked.against)}) runs first, in one process; its log goes to standard error",
             style="dim",
         )
-    try:
-        for number, (one, verdict, against) in enumerate(verify_subject(asked), start=1):
-            layout = named({axis: parallel_sizes(one.config).size(axis) for axis in AXES})
-            _show_line(console, number, num_trials, verdict, f"{layout} against {against}")
-            if not verdict.equal:
-                _show_tables(console, one, verdict, against)
-            certificates.append(certificate(one, verdict, against))
-    except (VerificationError, ReportError) as error:
-        print(f"error: {error}; not everything was compared", file=sys.stderr)
-        return UNUSABLE
+    compared = (
+        (
+            one,
+            verdict,
+            against,
+            f"{named({axis: parallel_sizes(one.config).size(axis) for axis in AXES})} against {against}",
+        )
+        for one, verdict, against in verify_subject(asked)
+    )
+    certificates = _judge(console, compared, num_trials)
     num_different = sum(not one["equal"] for one in certificates)
     print_json(args, {"equal": not num_different, "subject": str(args.subject), "trials": certificates}, args.output)
     if num_different:
@@ -401,13 +411,8 @@ def _show_tables(console: Console, asked: Trial, verdict: Verdict, against: str 
     assert config.train.steps is not None, "a trial has its length in steps"
     if model.extension is not None:
         console.print(f"extension {model.extension}")
-    table = Table(
-        title=f"{_layout(config)} against {against}: {counted(config.train.steps, 'step')} in {config.precision.dtype}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for column in ("compared", "largest error", "of"):
-        _add_column(table, column, is_name=column == "of", justify="right" if column == "largest error" else "left")
+    title = f"{_layout(config)} against {against}: {counted(config.train.steps, 'step')} in {config.precision.dtype}"
+    table = terminal_table("compared", "largest error", "of", names=("compared", "of"), title=title)
     wrong = {one.what for one in verdict.differences}
     for what, (error, name) in verdict.largest.items():
         table.add_row(what, f"{error:.1e}", name, style="bold red" if what in wrong else "")
@@ -448,11 +453,6 @@ def _model(config: Config) -> str:
     )
 
 
-def _add_column(table: Table, name: str, *, is_name: bool, justify: Literal["left", "right"]) -> None:
-    """Add a column. A narrow terminal folds names and never shortens numbers."""
-    table.add_column(name, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
-
-
 def _rounding(asked: Trial) -> str:
     """Describe the error bound in words."""
     if asked.noise is None:
@@ -465,9 +465,7 @@ def _rounding(asked: Trial) -> str:
 def _show_differences(console: Console, differences: Sequence[Difference], against: str) -> None:
     first = differences[0]
     console.print(f"[bold red]different[/], first in step {first.step + 1}, {first.what}:")
-    table = Table(box=SIMPLE_HEAD)
-    for column in ("name", against, "layout", "factor", "error"):
-        _add_column(table, column, is_name=column == "name", justify="left" if column == "name" else "right")
+    table = terminal_table("name", against, "layout", "factor", "error", names=("name",))
     for one in differences[:SHOWN]:
         factor = "" if one.factor is None else f"{one.factor:.6g}"
         table.add_row(one.name or one.what, f"{one.wanted:.6g}", f"{one.got:.6g}", factor, f"{one.error:.1e}")

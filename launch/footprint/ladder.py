@@ -7,7 +7,6 @@ rung (a ZeRO stage's settings)  ->  the config's rules, which may refuse them
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.telemetry.outlets.format import gigabytes, significant
+from triaxis.launch.pictures.tables import terminal_table
 from triaxis.models.predict.fit import uses_nccl
 from triaxis.models.predict.rank_memory import GB, KINDS, Changes, Memory, predict
 from triaxis.models.predict.step_time.cluster import GPUS_PER_NODE, Cluster, cluster_of, devices_with_links
@@ -85,11 +85,8 @@ class Ladder:
         held = [rung.memory for rung in self.rungs if rung.memory is not None]
         kinds = [kind for kind in KINDS if any(getattr(each, kind) for each in held)]
         title = f"ZeRO stages: memory of the fullest rank, of {gigabytes(self.device_bytes)}, and a step, as predicted"
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-        table.add_column("zero")
-        for name in (*kinds, "total", "host/node", "s/step"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("fits", overflow="fold")
+        columns = ("zero", *kinds, "total", "host/node", "s/step", "fits")
+        table = terminal_table(*columns, names=("zero", "fits"), title=title)
         for rung in self.rungs:
             memory, seconds = rung.memory, "unknown" if rung.seconds is None else significant(rung.seconds)
             if memory is None:

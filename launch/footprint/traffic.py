@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from contextlib import closing
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build
 from triaxis.launch.footprint.own_costs import OwnCostsMeter
+from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.rank.batches import open_batches
 from triaxis.launch.rank.join import Rank, join_run
 from triaxis.launch.start.wide_console import wide_console
@@ -67,15 +66,9 @@ def choices_of_group(engine: Engine, chosen: torch.Tensor) -> Choices:
 
 def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num_differing: int) -> None:
     """Print rank 0's table of calls and bytes, and how many ranks differ from the formulas."""
-    table = Table(
-        title=f"One training step, rank {rank.number} ({rank.topology.coordinates}), {rank.topology.sizes}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for column in ("axis", "purpose", "operation"):
-        table.add_column(column, overflow="fold")
-    for column in ("calls", "wire bytes", "formula"):
-        table.add_column(column, justify="right", no_wrap=True)
+    title = f"One training step, rank {rank.number} ({rank.topology.coordinates}), {rank.topology.sizes}"
+    names = ("axis", "purpose", "operation")
+    table = terminal_table(*names, "calls", "wire bytes", "formula", names=names, title=title)
     nothing = Volume(0, 0)
     axis = ""
     for flow in sorted(measured.keys() | expected.keys()):

@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
 from triaxis.engine.data.loader import Batches, MicroBatch
 from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.inference.rank import run
+from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.rank.batches import open_batches
 from triaxis.launch.rank.join import Rank
 from triaxis.models.inference.evaluate import CorpusTokens, ListedTokens, TokenSource, Windows, loss_of
@@ -138,10 +138,7 @@ def show_losses(console: Console, result: dict[str, Any]) -> None:
     }
     for name, value in rows.items():
         console.print(f"{name:<12}{value}", markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("")
-    for column in ("nats", "bits", "perplexity"):
-        table.add_column(column, justify="right")
+    table = terminal_table("", "nats", "bits", "perplexity", names=("",))
     for name, loss, perplexity in (
         ("per token", result["loss"], result["perplexity"]),
         ("per byte", result["loss_per_byte"], result["perplexity_per_byte"]),

@@ -35,11 +35,13 @@ class CheckpointCheck:
         folder: checkpoint folder.
         manifest: the checkpoint's manifest; None if it cannot be read.
         problems: messages for all faults, each with the file's name; empty if every byte is as it was written.
+        fingerprint: fingerprint for each kind of tensor (weights, optimizer states), computed from the bytes that could be read.
     """
 
     folder: Path
     manifest: Manifest | None
     problems: tuple[str, ...]
+    fingerprint: dict[Kind, str]
 
 
 def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointCheck:
@@ -54,13 +56,10 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
     try:
         manifest = parse_manifest(folder)
     except CheckpointError as error:
-        return CheckpointCheck(folder, None, (str(error),))
+        return CheckpointCheck(folder, None, (str(error),), {})
     problems = manifest_problems(folder, manifest)
-    if problems:
-        # A misplaced piece would be read as another tensor. Files without a problem are still worth reading.
-        sound = [file for file in manifest.files if not any(text.startswith(f"{file.name}: ") for text in problems)]
-    else:
-        sound = list(manifest.files)
+    # A misplaced piece would be read as another tensor. Files without a problem are still worth reading.
+    sound = [file for file in manifest.files if not any(text.startswith(f"{file.name}: ") for text in problems)]
     sums: dict[Kind, list[int]] = {}
     with PieceReader(folder) as reader:
         for file in sound:
@@ -80,27 +79,10 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
                         f"{piece.fingerprint} in the manifest"
                     )
                 progress(piece.num_bytes)
-    if not problems:
-        computed = {kind: to_text(combine(parts)) for kind, parts in sums.items()}
-        if computed != manifest.fingerprint:
-            problems.append(f"manifest.json: its fingerprint is {manifest.fingerprint}, that of its tensors {computed}")
-    return CheckpointCheck(folder, manifest, tuple(problems))
-
-
-def fingerprint_bytes(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> dict[Kind, str]:
-    """Compute a fingerprint for each kind of tensor (weights, optimizer states) from the bytes on disk.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
-    sums: dict[Kind, list[int]] = {}
-    with PieceReader(folder) as reader:
-        for file in manifest.files:
-            for piece in file.pieces:
-                number = _fingerprint(reader.read(file, piece), piece, manifest)
-                sums.setdefault(piece.kind, []).append(number)
-                progress(piece.num_bytes)
-    return {kind: to_text(combine(parts)) for kind, parts in sums.items()}
+    computed = {kind: to_text(combine(parts)) for kind, parts in sums.items()}
+    if not problems and computed != manifest.fingerprint:
+        problems.append(f"manifest.json: its fingerprint is {manifest.fingerprint}, that of its tensors {computed}")
+    return CheckpointCheck(folder, manifest, tuple(problems), computed)
 
 
 def _fingerprint(values: torch.Tensor, piece: Piece, manifest: Manifest) -> int:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.style import NUM_COLOURS
@@ -289,33 +290,51 @@ def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[floa
     return _legend([(f"c{number % NUM_COLOURS}", name) for number, name in enumerate(names)]) + frame.svg(label, inside)
 
 
-def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float, str]]]]) -> str:
+Bar = tuple[str, Sequence[tuple[str, str, float, str]]]
+"""A horizontal bar: text at its end, and its parts from the left, each (CSS class, meaning, length, its value as text)."""
+
+
+def one_bar(style: str, what: str, length: float, show: Callable[[Any], str]) -> Bar:
+    """Make a bar of one part; `show` formats a length with its unit."""
+    return show(length), [(style, what, length, show(length))]
+
+
+def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[Bar]]], marks: Sequence[tuple[float, str]] = ()) -> str:
     """Draw horizontal bars, one or more per row.
 
     Args:
         label: chart description.
-        rows: (name, bars); a bar is (CSS class, meaning, length, its value as text with a unit). Lengths are relative to the
-            longest bar's.
+        rows: (name, bars). Lengths are relative to the longest bar's or the farthest mark's.
+        marks: (value, text) for at most two vertical lines; the first has its text at the left, the second at the right.
     """
-    bar, gap, left, right = 12, 9, 86, 110
-    height = sum(len(bars) * bar + gap for _, bars in rows) + gap
-    highest = max((length for _, bars in rows for _, _, length, _ in bars), default=1.0) or 1.0
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">']
-    y = gap
+    bar, gap, left, right = 14, 8, 86, 116
+    top = 22 if marks else gap
+    height = top + sum(len(bars) * bar + gap for _, bars in rows)
+    lengths = [sum(length for _, _, length, _ in parts) for _, bars in rows for _, parts in bars]
+    scale = (WIDTH - left - right) / (max([*lengths, *(value for value, _ in marks), 0.0]) or 1.0)
+    drawn = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">']
+    for number, (value, text) in enumerate(marks):
+        x = round(left + value * scale, 1)
+        drawn.append(f'<g class="mark"><line x1="{x}" x2="{x}" y1="4" y2="{height}"/></g>')
+        place, anchor = (x - 5, "end") if number == 0 else (x + 5, "start")
+        drawn.append(f'<text class="tick" x="{place}" y="13" text-anchor="{anchor}">{escape(text)}</text>')
+    y = top
     for name, bars in rows:
         middle = y + len(bars) * bar / 2 + 4
-        parts.append(f'<text class="tick" x="{left - 8}" y="{middle}" text-anchor="end">{escape(name)}</text>')
-        for style, what, length, number in bars:
-            width = max(length / highest * (WIDTH - left - right), 0.5)
-            parts.append(
-                f'<rect class="{style}" x="{left}" y="{y + 1}" width="{width:.1f}" height="{bar - 2}" rx="1.5">'
-                f"<title>{escape(name)}, {escape(what)}: {escape(number)}</title></rect>"
-                f'<text class="tick" x="{left + width + 6:.1f}" y="{y + bar - 2}">{escape(number)}</text>'
-            )
+        drawn.append(f'<text class="tick" x="{left - 8}" y="{middle}" text-anchor="end">{escape(name)}</text>')
+        for end, parts in bars:
+            x = float(left)
+            for style, what, length, number_text in parts:
+                drawn.append(
+                    f'<rect class="{style}" x="{x:.1f}" y="{y + 1}" width="{max(length * scale - 0.6, 0.3):.1f}" '
+                    f'height="{bar - 2}"><title>{escape(f"{name}, {what}: {number_text}")}</title></rect>'
+                )
+                x += length * scale
+            drawn.append(f'<text class="tick" x="{x + 6:.1f}" y="{y + bar - 3}">{escape(end)}</text>')
             y += bar
         y += gap
-    keys = {(style, what): None for _, bars in rows for style, what, _, _ in bars}
-    return _legend(list(keys)) + scrolling("".join([*parts, "</svg>"]))
+    keys = {(style, what): None for _, bars in rows for _, parts in bars for style, what, _, _ in parts}
+    return _legend(list(keys)) + scrolling("".join([*drawn, "</svg>"]))
 
 
 def stacked_bar_chart(
@@ -332,45 +351,15 @@ def stacked_bar_chart(
         names: part names, from the left; the first has colour c0.
         rows: (name, a value per part).
         show: function (value) -> text with a unit.
-        marks: (value, text) for at most two vertical lines; the first has its text at the left, the second at the right.
+        marks: as in `bar_chart`.
     """
-    bar, gap, left, right = 16, 6, 60, 116
-    top = 22 if marks else gap
-    height, plot = top + len(rows) * (bar + gap), WIDTH - left - right
-    highest = max(*(sum(values) for _, values in rows), *(value for value, _ in marks), 0.0) or 1.0
-    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">']
-    for number, (value, text) in enumerate(marks):
-        x = round(left + value / highest * plot, 1)
-        parts.append(f'<g class="mark"><line x1="{x}" x2="{x}" y1="4" y2="{height}"/></g>')
-        place, anchor = (x - 5, "end") if number == 0 else (x + 5, "start")
-        parts.append(f'<text class="tick" x="{place}" y="13" text-anchor="{anchor}">{escape(text)}</text>')
-    for row, (name, values) in enumerate(rows):
-        y, below, whole = top + row * (bar + gap), 0.0, sum(values)
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>')
-        for number, (part, value) in enumerate(zip(names, values, strict=True)):
-            if value <= 0:
-                continue
-            x, width = left + below / highest * plot, value / highest * plot
-            parts.append(
-                f'<rect class="c{number % NUM_COLOURS}" x="{x:.1f}" y="{y}" width="{max(width - 0.6, 0.3):.1f}" height="{bar}">'
-                f"<title>{escape(f'{name}, {part}: {show(value)} ({value / whole:.1%})')}</title></rect>"
-            )
-            below += value
-        parts.append(f'<text class="tick" x="{WIDTH - right + 10}" y="{y + 12}">{escape(show(whole))}</text>')
-    used = [any(values[number] > 0 for _, values in rows) for number in range(len(names))]
-    legend = _legend([(f"c{number % NUM_COLOURS}", name) for number, name in enumerate(names) if used[number]])
-    return legend + scrolling("".join([*parts, "</svg>"]))
-
-
-def share_bar(label: str, parts: Mapping[str, float]) -> str:
-    """Draw one bar with each part's share of the parts' sum. The colours c0, c1, .. follow the order of `parts`."""
-    whole = sum(parts.values()) or 1.0
-    drawn, left = [], 0.0
-    for number, (name, value) in enumerate(parts.items()):
-        width = value / whole * WIDTH
-        drawn.append(
-            f'<rect class="c{number % NUM_COLOURS}" x="{left:.1f}" y="0" width="{max(width - 0.8, 0):.1f}" height="22">'
-            f"<title>{escape(name)}: {value / whole:.1%}</title></rect>"
-        )
-        left += width
-    return f'<svg viewBox="0 0 {WIDTH} 22" role="img" aria-label="{escape(label)}">{"".join(drawn)}</svg>'
+    bars = []
+    for name, values in rows:
+        whole = sum(values)
+        parts = [
+            (f"c{number % NUM_COLOURS}", part, value, f"{show(value)} ({value / whole:.1%})")
+            for number, (part, value) in enumerate(zip(names, values, strict=True))
+            if value > 0
+        ]
+        bars.append((name, [(show(whole), parts)]))
+    return bar_chart(label, bars, marks)

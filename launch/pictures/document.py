@@ -1,6 +1,6 @@
 """Assembles a page as one HTML file without scripts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from triaxis.launch.pictures.style import CSS
@@ -49,3 +49,24 @@ def tiles(entries: Iterable[tuple[str, str]]) -> str:
 
 
 _LONG = ' class="long"'
+
+Column = tuple[str, str]
+"""A column's heading, and the CSS class of its cells, such as `n` for numbers."""
+
+
+def html_table(columns: Sequence[Column], rows: Iterable[Sequence[str]], *, tall: bool = False) -> str:
+    """Write a table that scrolls sideways on a narrow screen. Headings are escaped here; cells are HTML.
+
+    Args:
+        columns: headings and classes; with empty headings alone, there is no line of headings.
+        rows: a cell per column.
+        tall: whether a long table also scrolls downwards.
+    """
+    head = "".join(f'<th class="{style}">{escape(name)}</th>' for name, style in columns)
+    body = "".join(f"<tr>{_cells(columns, row)}</tr>" for row in rows)
+    shown_head = f"<tr>{head}</tr>" if any(name for name, _ in columns) else ""
+    return f'<div class="wide{" tall" if tall else ""}"><table>{shown_head}{body}</table></div>'
+
+
+def _cells(columns: Sequence[Column], row: Sequence[str]) -> str:
+    return "".join(f'<td class="{style}">{cell}</td>' for (_, style), cell in zip(columns, row, strict=True))

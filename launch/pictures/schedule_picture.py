@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 
 from triaxis.engine.errors import ScheduleError
-from triaxis.engine.pipeline.actions import Action, Kind
-from triaxis.engine.pipeline.simulate import SimulatedTimeline
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.pipeline.simulate import Costs, SimulatedTimeline, simulate
 from triaxis.engine.pipeline.text import ink, shade
 from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from triaxis.launch.pictures.drawing import element, text, write_picture
@@ -21,6 +21,11 @@ MOST_ACTIONS = 100_000
 """Largest number of actions in a picture; with more, the file would have tens of megabytes and show only colours."""
 KEY = 200
 """Width of a legend entry, in pixels."""
+
+
+def in_forwards(schedule: Schedule) -> SimulatedTimeline:
+    """Time a schedule in forwards of a chunk: a backward takes two, for its two matrix products, and a transfer none."""
+    return simulate(schedule, Costs.uniform(schedule.placement.num_stages))
 
 
 def draw_schedule(timeline: SimulatedTimeline, path: Path) -> None:

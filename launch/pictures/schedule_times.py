@@ -11,6 +11,7 @@ from triaxis.engine.pipeline.lowering import Transfer, feeding_transfer
 from triaxis.engine.pipeline.simulate import SimulatedTimeline
 from triaxis.engine.pipeline.validate import ScheduleFacts
 from triaxis.engine.telemetry.outlets.format import significant
+from triaxis.launch.pictures.tables import terminal_table
 
 MOST_PIECES = 12
 """Largest number of lines for the critical path; of a longer path the middle is left out, since the pattern repeats."""
@@ -102,11 +103,9 @@ def rank_table(timeline: SimulatedTimeline, waits_of: Sequence[Waits], facts: Sc
     A row has shares of the step's time: actions, bubble, and waits for messages. Then comes the peak number of microbatches in
     flight. If any rank defers weight gradients, the peak number deferred follows.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
     held = facts.peak_held
     columns = ["rank", "busy", "bubble", "messages", "in flight", *(["held"] if any(held) else [])]
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = terminal_table(*columns)
     for rank, waits in enumerate(waits_of):
         row = {
             "rank": str(rank),

@@ -45,7 +45,7 @@ section { background: var(--card); border: 1px solid var(--rule); border-radius:
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 6px 22px; }
 .pair > div { display: flex; flex-direction: column; justify-content: space-between; }
 .pair h3, section h3 { font-size: 14px; margin: 10px 0 0; font-weight: 600; }
-svg { display: block; width: 100%; height: auto; } svg + table { margin-top: 8px; }
+svg { display: block; width: 100%; height: auto; } .wide + .wide { margin-top: 8px; }
 svg text { font: 11.5px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--soft);
   font-variant-numeric: tabular-nums; }
 svg text.lost { fill: var(--bad); font-size: 15px; }

@@ -26,8 +26,7 @@ LEAST_WIDTH = 14.5
 """Smallest width of a picture in a file: the title and the legend fit."""
 LEAST_PIXELS = 760
 """Smallest width of a large layout in a page, in pixels; on a narrower screen the picture scrolls."""
-LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
-LEGEND_OF_CUT_SAMPLES = LEGEND.replace("data-parallel index", "index over dp and cp")
+LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: index over dp and cp"
 
 
 def draw_topology(grid: RankGrid, path: Path) -> None:
@@ -51,7 +50,7 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
     title = words(grid)
     parts = [
         text(title, MARGIN * CELL, 0.35 * header * CELL, 18 * scale, weight="bold"),
-        text(legend(grid), MARGIN * CELL, 0.72 * header * CELL, 11 * scale, fill="#555555"),
+        text(LEGEND, MARGIN * CELL, 0.72 * header * CELL, 11 * scale, fill="#555555"),
         *_boxes(grid, columns, (width - boxes_width) / 2 + MARGIN, header),
     ]
     write_picture(path, width * CELL, (header + boxes_height) * CELL, title, parts)
@@ -71,11 +70,6 @@ def topology_chart(grid: RankGrid) -> str:
 def words(grid: RankGrid) -> str:
     """Describe the layout in words: its ranks, nodes and sizes."""
     return f"{counted(grid.world_size, 'rank')} on {counted(grid.num_nodes, 'node')}: {grid.sizes.product}"
-
-
-def legend(grid: RankGrid) -> str:
-    """Return the text that explains the colours."""
-    return LEGEND if grid.sizes.cp == 1 else LEGEND_OF_CUT_SAMPLES
 
 
 def _size(grid: RankGrid, columns: int) -> tuple[float, float]:
@@ -130,9 +124,8 @@ def _labels(grid: RankGrid, at: Coordinates) -> list[tuple[str, int, float]]:
 
     y is the label's distance from the top of the line, in cells.
     """
-    if grid.sizes.cp == 1:
-        return [("pp", at.pp, 0.32), ("dp", at.dp, 0.66)]
-    return [("pp", at.pp, 0.24), ("dp", at.dp, 0.5), ("cp", at.cp, 0.76)]
+    axes = [("pp", at.pp), ("dp", at.dp), ("cp", at.cp)][: 3 if grid.sizes.cp > 1 else 2]
+    return [(axis, index, (place + 1) / (len(axes) + 1)) for place, (axis, index) in enumerate(axes)]
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, **rest: str | float) -> str:

@@ -1,26 +1,24 @@
 """Renders a plan as one HTML file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 
 from triaxis.engine.config.plan import batch_plan, rank_grid
 from triaxis.engine.config.write import to_yaml
-from triaxis.engine.errors import counted
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import simulate
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.telemetry.outlets.format import gigabytes, significant
 from triaxis.engine.telemetry.record.flops import convention
 from triaxis.launch.pictures.charts import Dot, scatter_chart, stacked_bar_chart
-from triaxis.launch.pictures.document import html_document, tiles
+from triaxis.launch.pictures.document import html_document, html_table, tiles
 from triaxis.launch.pictures.schedule_picture import schedule_chart
-from triaxis.launch.pictures.topology_picture import MOST_RANKS, legend, topology_chart, words
-from triaxis.launch.planning.search import WORDS, Found, Plan
-from triaxis.models.predict.rank_memory import Memory, shown_kinds
+from triaxis.launch.pictures.sections import memory_table, schedule_words, seconds_text, time_table
+from triaxis.launch.pictures.topology_picture import LEGEND, MOST_RANKS, topology_chart, words
+from triaxis.launch.planning.search import WORDS, Plan
+from triaxis.models.predict.rank_memory import KINDS
 from triaxis.models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
 
-MOST_ROWS = 24
-"""Most rows of a chart with a bar per pipeline rank; a chart with more scrolls within the page."""
 MOST_REASONS = 20
 """Most layouts that do not fit to list with their reasons."""
 MOST_ACTIONS = 250
@@ -75,7 +73,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
 
 def _pareto(plan: Plan) -> str:
     """Draw each found layout as a dot at its memory and time. A staircase marks the Pareto front."""
-    styles = {id(one): FRONT for one in plan.pareto} | {id(plan.best): CHOSEN}
+    styles = _styles(plan)
     slowest = max(plan.pareto[-1].time.seconds, (1 + FAR) * plan.best.time.seconds)
     drawn = [(number, one) for number, one in enumerate(plan.found, 1) if one.time.seconds <= slowest]
     dots = [
@@ -113,33 +111,42 @@ def _pareto(plan: Plan) -> str:
     return f'<p class="soft">{escape(said)}</p>{chart}'
 
 
+def _styles(plan: Plan) -> dict[int, str]:
+    """Map the id of each layout on the Pareto front to its dot's style."""
+    return {id(one): FRONT for one in plan.pareto} | {id(plan.best): CHOSEN}
+
+
 def _layouts(plan: Plan) -> str:
-    front = {id(one) for one in plan.pareto}
-    rows = "".join(
-        f'<tr><td class="n">{number}</td><td class="n">{significant(one.time.seconds)}</td>'
-        f'<td class="n">{one.tokens_per_second / plan.cluster.num_gpus:,.0f}</td>'
-        f'<td class="n">{one.model_tflops:,.0f}</td><td class="n">{plan.mfu(one):.1%}</td>'
-        f'<td class="n">{gigabytes(one.memory.fullest.total)}</td><td class="n">{one.time.bubble_share:.1%}</td>'
-        f"<td>{_front_key(one, plan) if id(one) in front else ''}</td>"
-        f'<td class="text">{escape(one.layout)}</td>'
-        f'<td class="text soft">{"chosen" if one is plan.best else escape(plan.slower_by(one))}</td></tr>'
+    keys = {at: f'<i class="key {style}" title="{MEANINGS[style]}"></i>' for at, style in _styles(plan).items()}
+    columns = [
+        *((name, "n") for name in HEAD),
+        ("", ""),
+        ("layout", "text"),
+        ("slower than the chosen one by", "text soft"),
+    ]
+    rows = [
+        (
+            f"{number}",
+            significant(one.time.seconds),
+            f"{one.tokens_per_second / plan.cluster.num_gpus:,.0f}",
+            f"{one.model_tflops:,.0f}",
+            f"{plan.mfu(one):.1%}",
+            gigabytes(one.memory.fullest.total),
+            f"{one.time.bubble_share:.1%}",
+            keys.get(id(one), ""),
+            escape(one.layout),
+            "chosen" if one is plan.best else escape(plan.slower_by(one)),
+        )
         for number, one in enumerate(plan.found, 1)
-    )
-    head = "".join(f'<th class="n">{name}</th>' for name in HEAD)
-    head += "<th></th><th>layout</th><th>slower than the chosen one by</th>"
+    ]
     said = f"{WORDS}. TFLOP/s and MFU: {convention(plan.best.config.model)}."
-    table = f'<div class="wide tall"><table><tr>{head}</tr>{rows}</table></div><p class="soft">{escape(said)}</p>'
-    reasons = list(plan.too_large.items())[:MOST_REASONS]
+    table = f'{html_table(columns, rows, tall=True)}<p class="soft">{escape(said)}</p>'
+    reasons = [(escape(layout), escape(reason)) for layout, reason in list(plan.too_large.items())[:MOST_REASONS]]
     if not reasons:
         return table
-    lines = "".join(f"<tr><td>{escape(layout)}</td><td>{escape(reason)}</td></tr>" for layout, reason in reasons)
     summary = f"Of layouts as fast as these {plan.num_too_large:,} do not fit: {len(reasons)} of them with the reason"
-    return f'{table}<details><summary>{escape(summary)}</summary><div class="wide tall"><table>{lines}</table></div></details>'
-
-
-def _front_key(one: Found, plan: Plan) -> str:
-    style = CHOSEN if one is plan.best else FRONT
-    return f'<i class="key {style}" title="{MEANINGS[style]}"></i>'
+    folded = html_table((("", ""), ("", "")), reasons, tall=True)
+    return f"{table}<details><summary>{escape(summary)}</summary>{folded}</details>"
 
 
 def _time(plan: Plan) -> str:
@@ -147,23 +154,14 @@ def _time(plan: Plan) -> str:
     best = plan.best
     ranks = Estimator(plan.cluster, expert_load=plan.expert_load).simulated_ranks(best.config, best.sizes)
     rows = [(f"pp {pp}", _values(components)) for pp, components in enumerate(ranks)]
-    chart = _scrolled(
-        stacked_bar_chart("seconds by component and pipeline rank", COMPONENTS, rows, _seconds), len(rows)
-    )
-    table = "".join(
-        f'<tr><td>{name}</td><td class="n">{_seconds(seconds)}</td><td class="n">{seconds / best.time.seconds:.1%}</td></tr>'
-        for name, seconds in sorted(best.time.components.items(), key=lambda part: -part[1])
-        if seconds > 0
-    )
+    chart = stacked_bar_chart("seconds by component and pipeline rank", COMPONENTS, rows, seconds_text)
     said = "All pipeline ranks take as long as the slowest: a faster one waits in its bubble." if len(ranks) > 1 else ""
-    text = (
-        f'<p class="soft">{said}</p>{chart}<h3>Of the slowest pipeline rank</h3><table><tr><th>component</th>'
-        f'<th class="n">per step</th><th class="n">share</th></tr>{table}</table>'
-    )
+    table = time_table({name: best.time.components.get(name, 0.0) for name in COMPONENTS})
+    text = f'<p class="soft">{said}</p><div class="tall">{chart}</div><h3>Of the slowest pipeline rank</h3>{table}'
     if len(plan.pareto) > 1:
         numbers = {id(one): number for number, one in enumerate(plan.found, 1)}
         front = [(f"{numbers[id(one)]}", _values(one.time.components)) for one in plan.pareto]
-        drawn = stacked_bar_chart("seconds by component of the layouts on the front", COMPONENTS, front, _seconds)
+        drawn = stacked_bar_chart("seconds by component of the layouts on the front", COMPONENTS, front, seconds_text)
         text += f"<h3>Beside the other layouts on the front, by their numbers</h3>{drawn}"
     return text
 
@@ -172,29 +170,16 @@ def _memory(plan: Plan) -> str:
     """Draw each pipeline rank's memory, by kind, against a device's memory."""
     best, device = plan.best, plan.cluster.load_device()
     ranks = best.memory.ranks
-    kinds = shown_kinds(ranks)
-    rows = [(f"pp {pp}", [float(getattr(held, kind)) for kind in kinds]) for pp, held in enumerate(ranks)]
+    rows = [(f"pp {pp}", [float(getattr(held, kind)) for kind in KINDS]) for pp, held in enumerate(ranks)]
     marks = [
         (float(plan.usable_bytes), f"usable: {gigabytes(plan.usable_bytes)}"),
         (device.memory_gb * GB, f"device: {gigabytes(round(device.memory_gb * GB))}"),
     ]
     chart = stacked_bar_chart(
-        "memory by kind and pipeline rank", kinds, rows, lambda value: gigabytes(round(value)), marks
+        "memory by kind and pipeline rank", KINDS, rows, lambda value: gigabytes(round(value)), marks
     )
     said = "Every rank of a pipeline stage holds the same. docs/footprint.md says what is in a kind."
-    return f'<p class="soft">{said}</p>{_scrolled(chart, len(rows))}{_memory_table(ranks)}'
-
-
-def _memory_table(ranks: Sequence[Memory]) -> str:
-    names = (*shown_kinds(ranks), "total", *(("host",) if any(held.host for held in ranks) else ()))
-    head = "".join(f'<th class="n">{name}</th>' for name in names)
-    rows = "".join(
-        f"<tr><td>pp {pp}</td>"
-        + "".join(f'<td class="n">{gigabytes(getattr(held, name))}</td>' for name in names)
-        + "</tr>"
-        for pp, held in enumerate(ranks)
-    )
-    return f'<div class="wide tall"><table><tr><th>ranks of</th>{head}</tr>{rows}</table></div>'
+    return f'<p class="soft">{said}</p><div class="tall">{chart}</div>{memory_table(ranks)}'
 
 
 def _schedule(plan: Plan) -> str:
@@ -206,19 +191,12 @@ def _schedule(plan: Plan) -> str:
     drawn = min(whole, rounds * sizes.pp)
     costs = Estimator(plan.cluster, expert_load=plan.expert_load).costs(config, sizes)
     timeline = simulate(schedules.of_config(config, sizes.pp, sizes.vpp, drawn), costs)
-    said = (
-        f"{timeline.schedule.name}: {counted(whole, 'microbatch', 'microbatches')} per step and pipeline "
-        f"({counted(sizes.dp, 'pipeline')}). Numbers in the picture are microbatches, time goes to the right; point at an action "
-        "for its times."
-    )
-    if drawn < whole:
-        said += f" The picture shows a step of {drawn:,}."
-    return f'<p class="soft">{escape(said)}</p>{schedule_chart(timeline, _seconds)}'
+    return schedule_words(timeline, whole, sizes.dp) + schedule_chart(timeline, seconds_text)
 
 
 def _ranks(plan: Plan) -> str:
     grid = rank_grid(plan.best.config, plan.best.sizes, plan.cluster.gpus_per_node)
-    said = f"{words(grid)}. {legend(grid).capitalize()}. Point at a rank for its coordinates."
+    said = f"{words(grid)}. {LEGEND.capitalize()}. Point at a rank for its coordinates."
     if grid.world_size > MOST_RANKS:
         return f'<p class="soft">{escape(words(grid))}: too many for a picture; <code>triaxis topology</code> prints them.</p>'
     return f'<p class="soft">{escape(said)}</p>{topology_chart(grid)}'
@@ -226,11 +204,3 @@ def _ranks(plan: Plan) -> str:
 
 def _values(components: Mapping[str, float]) -> list[float]:
     return [components.get(name, 0.0) for name in COMPONENTS]
-
-
-def _scrolled(chart: str, num_rows: int) -> str:
-    return f'<div class="tall">{chart}</div>' if num_rows > MOST_ROWS else chart
-
-
-def _seconds(value: float) -> str:
-    return f"{significant(value)} s" if value >= 1 else f"{1e3 * value:.4g} ms"

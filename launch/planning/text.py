@@ -11,6 +11,7 @@ from rich.text import Text
 
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import convention
+from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.planning.memory_text import memory_bar, memory_lines
 from triaxis.launch.planning.search import WORDS, Found, Plan
 
@@ -103,12 +104,9 @@ def _row(one: Found, again: dict[str, str]) -> str:
 
 
 def _table(plan: Plan, found: Sequence[Found], again: dict[str, str], *, with_reason: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in ("s/step", "tokens/s\nper GPU", "TFLOP/s\nper GPU", "MFU", "memory", "bubble"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if with_reason:
-        table.add_column("slower by", no_wrap=True)
-    table.add_column("layout", overflow="fold")
+    numbers = ("s/step", "tokens/s\nper GPU", "TFLOP/s\nper GPU", "MFU", "memory", "bubble")
+    reason = ["slower by"] if with_reason else []
+    table = terminal_table(*numbers, *reason, "layout", names=("layout",))
     for one in found:
         table.add_row(
             f"{one.time.seconds:.4g}",

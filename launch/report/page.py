@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
+from statistics import median_high
 from typing import Any
 
 from triaxis.engine.config.plan import planned_steps
-from triaxis.engine.errors import attempt_name
+from triaxis.engine.errors import attempt_name, counted
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.telemetry.outlets.format import compact, duration, in_bytes, significant
 from triaxis.engine.telemetry.record.events import ALERTS, Event
-from triaxis.launch.pictures.document import html_document, tiles
+from triaxis.launch.pictures.document import html_document, html_table, tiles
 from triaxis.launch.report import experts, parts
 from triaxis.launch.report.predicted import predicted_beside_measured
 from triaxis.launch.report.record import RunRecord, number
@@ -65,73 +66,67 @@ def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
 
 def _numbers(run: RunRecord) -> list[tuple[str, str]]:
     last = run.steps[-1] if run.steps else {}
-    step = number(last, "step")
+    step, seen = number(last, "step"), number(last, "consumed_tokens")
     planned = None if run.config is None else planned_steps(run.config)
-    validation = [y for _, y in parts.series(run.steps, "val_loss") if math.isfinite(y)]
-    tokens = sorted(y for _, y in parts.series(run.steps, "tokens_per_second") if math.isfinite(y))
-    mfu = sorted(y for _, y in parts.series(run.steps, "mfu") if math.isfinite(y))
-    seconds = parts.median_seconds(run)
+    validation, tokens = parts.finite(run, "val_loss"), parts.finite(run, "tokens_per_second")
+    mfu, seconds = parts.finite(run, "mfu"), parts.finite(run, "step_time_seconds")
     return [
         ("steps", "none" if math.isnan(step) else f"{step:,.0f}" + (f" of {planned:,}" if planned else "")),
         ("training loss, of the last step", parts.last(parts.series(run.steps, "loss"))),
         ("validation loss, the best", f"{min(validation):.4f}" if validation else "not measured"),
-        ("tokens seen", _or_unknown(number(last, "consumed_tokens"), compact)),
-        ("tokens per second, median", compact(tokens[len(tokens) // 2]) if tokens else "unknown"),
-        ("MFU, median", f"{mfu[len(mfu) // 2]:.1%}" if mfu else "no peak known"),
-        ("step time, median", _or_unknown(seconds, lambda value: f"{significant(value)} s")),
+        ("tokens seen", compact(seen) if math.isfinite(seen) else "unknown"),
+        ("tokens per second, median", compact(median_high(tokens)) if tokens else "unknown"),
+        ("MFU, median", f"{median_high(mfu):.1%}" if mfu else "no peak known"),
+        ("step time, median", f"{significant(median_high(seconds))} s" if seconds else "unknown"),
         ("time in steps, all attempts", duration(parts.trained_seconds(run))),
         ("attempts", str(len(run.attempts))),
         ("layout", str(parts.sizes_of(run) or "unknown")),
     ]
 
 
-def _or_unknown(value: float, show: Any) -> str:
-    return str(show(value)) if math.isfinite(value) else "unknown"
-
-
 def _unreadable(run: RunRecord) -> str:
     if not run.num_unreadable:
         return ""
-    lines = (
-        "line of metrics.jsonl or events/ is" if run.num_unreadable == 1 else "lines of metrics.jsonl or events/ are"
-    )
+    lines, verb = counted(run.num_unreadable, "line"), "is" if run.num_unreadable == 1 else "are"
     return (
-        f'<p class="warn">{run.num_unreadable:,} {lines} incomplete and left out: a killed run may leave one, and the next '
-        "attempt cuts it off.</p>"
+        f'<p class="warn">{lines} of metrics.jsonl or events/ {verb} incomplete and left out: a killed run may leave one, and '
+        "the next attempt cuts it off.</p>"
     )
 
 
 def _checkpoints(run: RunRecord) -> str:
     if not run.checkpoints:
         return parts.MISSING.format("No checkpoint is on the disk.")
-    rows = "".join(
-        f'<tr><td class="when"><code>{escape(saved.name)}</code></td><td class="n">{saved.step:,}</td>'
-        f'<td class="n">{"unknown" if saved.num_bytes is None else in_bytes(saved.num_bytes)}</td>'
-        f'<td class="when">{escape(_written(saved.written_at))}</td><td class="text bad">{escape(saved.note)}</td></tr>'
+    columns = (("folder", "when"), ("step", "n"), ("size", "n"), ("written", "when"), ("", "text bad"))
+    rows = [
+        (
+            f"<code>{escape(saved.name)}</code>",
+            f"{saved.step:,}",
+            "unknown" if saved.num_bytes is None else in_bytes(saved.num_bytes),
+            escape(_written(saved.written_at)),
+            escape(saved.note),
+        )
         for saved in run.checkpoints
-    )
-    whole = sum(saved.num_bytes or 0 for saved in run.checkpoints)
-    return (
-        f'<p class="soft">{len(run.checkpoints):,} on the disk, {in_bytes(whole)} together.</p><div class="wide tall"><table><tr>'
-        f'<th>folder</th><th class="n">step</th><th class="n">size</th><th>written</th><th></th></tr>{rows}</table></div>'
-    )
+    ]
+    whole = in_bytes(sum(saved.num_bytes or 0 for saved in run.checkpoints))
+    said = f'<p class="soft">{len(run.checkpoints):,} on the disk, {whole} together.</p>'
+    return said + html_table(columns, rows, tall=True)
 
 
 def _attempts(run: RunRecord) -> str:
     if not run.attempts:
         return parts.MISSING.format("No attempt is recorded.")
-    rows = ""
+    rows = []
     for attempt in run.attempts:
         first, last = attempt.first_step, attempt.last_step
         steps = "none" if first is None or last is None else f"{first:,} to {last:,}"
-        rows += (
-            f'<tr><td>{attempt.number + 1}</td><td class="when">{"" if attempt.started is None else _when(attempt.started)}</td>'
-            f'<td>{steps}</td><td class="{STATES.get(attempt.end, "warn")}">{escape(attempt.end)}</td></tr>'
-        )
-    return (
-        '<div class="wide"><table><tr><th>attempt</th><th>started</th><th>steps</th><th>end</th></tr>'
-        f"{rows}</table></div>"
-    )
+        started = "" if attempt.started is None else _when(attempt.started)
+        rows.append((f"{attempt.number + 1}", started, steps, _coloured(STATES.get(attempt.end, "warn"), attempt.end)))
+    return html_table((("attempt", ""), ("started", "when"), ("steps", ""), ("end", "")), rows)
+
+
+def _coloured(style: str, text: str) -> str:
+    return f'<span class="{style}">{escape(text)}</span>'
 
 
 def _events(events: Sequence[Event]) -> str:
@@ -141,23 +136,25 @@ def _events(events: Sequence[Event]) -> str:
     if len(events) > MOST_EVENTS:
         late = len(events) - MOST_EVENTS
         shown = [event for place, event in enumerate(events) if place >= late or event.kind in ALERTS]
-    rows = "".join(
-        f'<tr><td class="when">{_when(event.unix_time_seconds)}</td><td class="n">{event.attempt + 1}</td>'
-        f'<td class="n">{"" if event.step is None else f"{event.step:,}"}</td>'
-        f'<td class="n">{"" if event.rank is None else event.rank}</td>'
-        f'<td class="kind {_colour(event.kind)}">{escape(event.kind)}</td><td class="text">{_message(event)}</td></tr>'
+    columns = (("time", "when"), ("attempt", "n"), ("step", "n"), ("rank", "n"), ("kind", "kind"), ("message", "text"))
+    rows = [
+        (
+            _when(event.unix_time_seconds),
+            f"{event.attempt + 1}",
+            "" if event.step is None else f"{event.step:,}",
+            "" if event.rank is None else f"{event.rank}",
+            _coloured(_colour(event.kind), event.kind),
+            _message(event),
+        )
         for event in shown
-    )
+    ]
     counts = ", ".join(f"{count:,} {kind}" for kind, count in Counter(event.kind for event in events).most_common())
     left_out = (
         f" Older events other than alerts are left out: {len(events) - len(shown):,}."
         if len(shown) < len(events)
         else ""
     )
-    return (
-        f'<p class="soft">{escape(counts)}.{left_out}</p><div class="wide tall"><table><tr><th>time</th><th class="n">attempt</th>'
-        f'<th class="n">step</th><th class="n">rank</th><th>kind</th><th>message</th></tr>{rows}</table></div>'
-    )
+    return f'<p class="soft">{escape(counts)}.{left_out}</p>' + html_table(columns, rows, tall=True)
 
 
 def _colour(kind: str) -> str:
@@ -167,7 +164,7 @@ def _colour(kind: str) -> str:
 def _message(event: Event) -> str:
     """Render an event's message and details, without layout and peak memory."""
     details = {
-        name.replace("_", " "): _value(value)
+        name.replace("_", " "): _plain(value)
         for name, value in event.details.items()
         if value not in (None, "", [], {}) and name not in ("layout", "peak_memory_bytes")
     }
@@ -185,24 +182,12 @@ def _is_long(text: str) -> bool:
     return len(text) > 300 or "\n" in text
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, float):
-        return significant(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value)
-
-
 def _layout(run: RunRecord) -> str:
     if not run.layout:
         return parts.MISSING.format("No attempt recorded its layout.")
     versions = run.layout.get("versions")
-    rows = [*(versions.items() if isinstance(versions, Mapping) else []), *run.layout.items()]
-    table = "".join(
-        f'<tr><td>{escape(str(name).replace("_", " "))}</td><td class="text">{escape(_plain(value))}</td></tr>'
-        for name, value in rows
-        if name != "versions"
-    )
+    facts = [*(versions.items() if isinstance(versions, Mapping) else []), *run.layout.items()]
+    rows = [(escape(str(name).replace("_", " ")), escape(_plain(value))) for name, value in facts if name != "versions"]
     changed = [
         f"{attempt_name(later.number)}: {name} {_plain(earlier.layout.get(name))} -> {_plain(value)}"
         for earlier, later in zip(run.attempts, run.attempts[1:], strict=False)
@@ -210,17 +195,20 @@ def _layout(run: RunRecord) -> str:
         if earlier.layout and earlier.layout.get(name) != value
     ]
     notes = "".join(f'<p class="warn">{escape(change)}</p>' for change in changed)
-    return f'<div class="wide"><table>{table}</table></div>{notes}'
+    return html_table((("", ""), ("", "text")), rows) + notes
 
 
 def _plain(value: Any) -> str:
+    """Format a value of a record for people."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
     if isinstance(value, list):
         return " ".join(_plain(inner) for inner in value)
     if value is None or isinstance(value, bool):
         return {True: "yes", False: "no", None: "none"}[value]
-    return str(value)
+    if isinstance(value, float):
+        return significant(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _config(run: RunRecord) -> str:

@@ -1,7 +1,7 @@
 """Renders numbers over steps or ranks as HTML, or notes why they are missing."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from statistics import fmean
@@ -11,15 +11,22 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError, attempt_name, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.pipeline import schedules
-from triaxis.engine.pipeline.actions import Schedule
-from triaxis.engine.pipeline.simulate import Costs, SimulatedTimeline, simulate
 from triaxis.engine.telemetry.outlets.format import in_bytes
 from triaxis.engine.telemetry.timing.time_split import PARTS
-from triaxis.launch.pictures.charts import MOST_POINTS, Line, bar_chart, line_chart, share_bar, stacked_chart, thinned
-from triaxis.launch.pictures.schedule_picture import schedule_chart
-from triaxis.launch.pictures.style import NUM_COLOURS
+from triaxis.launch.pictures.charts import (
+    MOST_POINTS,
+    Line,
+    bar_chart,
+    line_chart,
+    one_bar,
+    stacked_chart,
+    thinned,
+)
+from triaxis.launch.pictures.document import html_table
+from triaxis.launch.pictures.schedule_picture import in_forwards, schedule_chart
+from triaxis.launch.pictures.sections import memory_table, schedule_words, time_table
 from triaxis.launch.report.record import RunRecord, as_number, number, value_at
-from triaxis.models.predict.rank_memory import Memory, predict, shown_kinds
+from triaxis.models.predict.rank_memory import Memory, predict
 
 MOST_COLUMNS = 150
 """Columns in the chart of times; in longer runs each column is the mean over several steps."""
@@ -27,9 +34,6 @@ MOST_RANKS = 64
 """Largest number of ranks with their own bars; with more ranks, each bar is the largest of a pipeline stage's ranks."""
 MOST_ACTIONS = 4000
 """Largest number of actions in a schedule's picture; in a longer schedule only the first microbatches are drawn."""
-BACKWARD_COST = 2
-"""Duration of a backward in forwards, for the schedule's picture: it has two matrix products for each one in the forward."""
-
 MISSING = '<p class="missing">{}</p>'
 
 PART_NAMES = {
@@ -106,15 +110,21 @@ def _steps_of(group: Sequence[Mapping[str, object]]) -> str:
 
 def small_charts(run: RunRecord) -> str:
     """Render learning rate and gradient norm side by side, then charts for optional measurements."""
-    charts = []
-    for title, key, style in (("Learning rate", "lr", "c4"), ("Gradient norm, before clipping", "grad_norm", "c1")):
-        points = curve(run.steps, key)
-        if any(math.isfinite(y) for _, y in points):
-            drawn = line_chart(title, [Line(title, points, style)], marks=starts(run), from_zero=True, small=True)
-        else:
-            drawn = MISSING.format("No value is recorded.")
-        charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
-    return f'<div class="pair">{"".join(charts)}</div>{loss_over_rate(run)}{group_norms(run)}{fp8_losses(run)}'
+    rate = Line("learning rate", curve(run.steps, "lr"), "c4")
+    norm = Line("gradient norm", curve(run.steps, "grad_norm"), "c1")
+    pair = _pair(run, [("Learning rate", [rate]), ("Gradient norm, before clipping", [norm])])
+    return f"{pair}{loss_over_rate(run)}{group_norms(run)}{fp8_losses(run)}"
+
+
+def _pair(run: RunRecord, charts: Iterable[tuple[str, Sequence[Line]]]) -> str:
+    """Draw small charts side by side. Lines without points, and charts without a finite value, are left out."""
+    drawn = ""
+    for title, lines in charts:
+        if any(math.isfinite(y) for line in lines for _, y in line.points):
+            known = [line for line in lines if line.points]
+            chart = line_chart(title, known, marks=starts(run), from_zero=True, small=True)
+            drawn += f"<div><h3>{escape(title)}</h3>{chart}</div>"
+    return f'<div class="pair">{drawn}</div>' if drawn else ""
 
 
 def loss_over_rate(run: RunRecord) -> str:
@@ -139,18 +149,12 @@ def group_norms(run: RunRecord) -> str:
         ("Norm of weights by group", "weight"),
         ("Update over weights by group", "relative_update"),
     ):
-        lines = [
-            Line(
-                group,
-                [(number(each, "step"), _norm(each["norms"].get(group), key)) for each in measured],
-                f"c{place % 6}",
-            )
-            for place, group in enumerate(groups)
-        ]
-        if any(math.isfinite(y) for line in lines for _, y in line.points):
-            drawn = line_chart(title, lines, marks=starts(run), from_zero=True, small=True)
-            charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
-    return f'<div class="pair">{"".join(charts)}</div>' if charts else ""
+        points = {
+            group: [(number(each, "step"), _norm(each["norms"].get(group), key)) for each in measured]
+            for group in groups
+        }
+        charts.append((title, [Line(group, points[group], f"c{place % 6}") for place, group in enumerate(groups)]))
+    return _pair(run, charts)
 
 
 def fp8_losses(run: RunRecord) -> str:
@@ -159,15 +163,11 @@ def fp8_losses(run: RunRecord) -> str:
     "" if no step counted such values.
     """
     measured = [each for each in run.steps if isinstance(each.get("fp8"), Mapping)]
-    if not measured:
-        return ""
     lines = [
         Line(operand, [(number(each, "step"), _worst_underflow(each["fp8"], operand)) for each in measured], style)
         for operand, style in (("input", "c0"), ("gradient", "c1"), ("weight", "c2"))
     ]
-    title = "Share that FP8 rounds to zero, worst layer"
-    drawn = line_chart(title, lines, marks=starts(run), from_zero=True, small=True)
-    return f'<div class="pair"><div><h3>{escape(title)}</h3>{drawn}</div></div>'
+    return _pair(run, [("Share that FP8 rounds to zero, worst layer", lines)])
 
 
 def _worst_underflow(lost: Mapping[str, object], operand: str) -> float:
@@ -194,23 +194,22 @@ def throughput(run: RunRecord) -> str:
     tokens = curve(run.steps, "tokens_per_second")
     if not any(math.isfinite(y) for _, y in tokens):
         return MISSING.format("No step is recorded yet.")
-    charts = [("Tokens per second, all ranks", [Line("tokens/s", tokens, "c0")])]
     flops = [
         Line("model FLOPs", curve(run.steps, "model_tflops_per_device"), "c2"),
         Line("TFLOP/s with recompute", curve(run.steps, "hardware_tflops_per_device"), "c1 dashed"),
     ]
-    if any(math.isfinite(y) for line in flops for _, y in line.points):
-        charts.append(("TFLOP/s per device", [line for line in flops if line.points]))
     mfu = [Line("MFU", [(x, 100 * y) for x, y in curve(run.steps, "mfu")], "c4")]
     mfu.append(Line("HFU", [(x, 100 * y) for x, y in curve(run.steps, "hfu")], "c1 dashed"))
-    if all(line.points for line in mfu):
-        charts.append(("Share of the device's peak, %", mfu))
-    drawn = "".join(
-        f"<div><h3>{escape(title)}</h3>{line_chart(title, lines, marks=starts(run), from_zero=True, small=True)}</div>"
-        for title, lines in charts
+    drawn = _pair(
+        run,
+        [
+            ("Tokens per second, all ranks", [Line("tokens/s", tokens, "c0")]),
+            ("TFLOP/s per device", flops),
+            ("Share of the device's peak, %", mfu),
+        ],
     )
-    without = "" if len(charts) == 3 else '<p class="soft">No peak is known for this device, so there is no MFU.</p>'
-    return f'<div class="pair">{drawn}</div>{without}'
+    has_peak = any(line.points for line in mfu)
+    return drawn + ("" if has_peak else '<p class="soft">No peak is known for this device, so there is no MFU.</p>')
 
 
 def times(run: RunRecord) -> str:
@@ -237,18 +236,9 @@ def times(run: RunRecord) -> str:
     means = {
         name: sum(size * row[place] for _, _, row, size in columns) / num_steps for place, name in enumerate(labels)
     }
-    whole = sum(means.values()) or 1.0
-    table = "".join(
-        f'<tr><td><i class="key c{place % NUM_COLOURS}"></i>{escape(name)}</td><td class="n">{1e3 * seconds:,.2f} ms</td>'
-        f'<td class="n">{seconds / whole:.1%}</td></tr>'
-        for place, (name, seconds) in enumerate(means.items())
-    )
     said += _context_parallelism(run)
-    return (
-        f'<p class="soft">{escape(said)}</p>{share_bar("shares of a step", means)}'
-        f'<table><tr><th>part</th><th class="n">per step</th><th class="n">share</th></tr>{table}</table>'
-        f"<h3>Seconds per step</h3>{stacked_chart('seconds per step, by part', labels, [column[:3] for column in columns])}"
-    )
+    columns_drawn = stacked_chart("seconds per step, by part", labels, [column[:3] for column in columns])
+    return f'<p class="soft">{escape(said)}</p>{time_table(means)}<h3>Seconds per step</h3>{columns_drawn}'
 
 
 def _context_parallelism(run: RunRecord) -> str:
@@ -262,7 +252,7 @@ def _context_parallelism(run: RunRecord) -> str:
         )
         taken = 1e3 * (hidden + exposed)
         said += f" Calls of context parallelism took {taken:,.1f} ms of a step, {1e3 * hidden:,.1f} ms of it hidden."
-    unequal = [y for _, y in series(run.steps, "cp_imbalance") if math.isfinite(y)]
+    unequal = finite(run, "cp_imbalance")
     if unequal:
         said += (
             f" The context-parallel rank with most attention work of a microbatch had {fmean(unequal) - 1:.1%} more than the mean, "
@@ -353,9 +343,9 @@ def memory(run: RunRecord) -> str:
         (
             name,
             [
-                *([("c0", "measured", float(held), in_bytes(held))] if held is not None else []),
+                *([one_bar("c0", "measured", held, in_bytes)] if held is not None else []),
                 *(
-                    [("c1", "predicted", float(predicted[pp].total), in_bytes(predicted[pp].total))]
+                    [one_bar("c1", "predicted", predicted[pp].total, in_bytes)]
                     if pp is not None and pp in predicted
                     else []
                 ),
@@ -364,9 +354,8 @@ def memory(run: RunRecord) -> str:
         for name, pp, held in rows
     ]
     bars = [(name, own) for name, own in bars if own]
-    return (
-        f'<p class="soft">{escape(" ".join(notes))}</p>{bar_chart("memory per rank", bars)}{_memory_table(predicted)}'
-    )
+    table = f"<h3>Predicted, by kind</h3>{memory_table(list(predicted.values()))}" if predicted else ""
+    return f'<p class="soft">{escape(" ".join(notes))}</p>{bar_chart("memory per rank", bars)}{table}'
 
 
 def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:
@@ -387,21 +376,6 @@ def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, i
     return {0: int(peak)} if math.isfinite(peak) else {}
 
 
-def _memory_table(predicted: Mapping[int, Memory]) -> str:
-    if not predicted:
-        return ""
-    kinds = shown_kinds(list(predicted.values()))
-    names = (*(kind for kind in kinds if kind != "communicators"), "total")
-    head = "".join(f'<th class="n">{name}</th>' for name in names)
-    rows = "".join(
-        f"<tr><td>pp {pp}</td>"
-        + "".join(f'<td class="n">{in_bytes(getattr(held, name))}</td>' for name in names)
-        + "</tr>"
-        for pp, held in predicted.items()
-    )
-    return f'<h3>Predicted, by kind</h3><div class="wide"><table><tr><th>ranks of</th>{head}</tr>{rows}</table></div>'
-
-
 def schedule(run: RunRecord) -> str:
     """Render the run's schedule, with the simulated bubble next to the measured one."""
     sizes = sizes_of(run)
@@ -409,18 +383,18 @@ def schedule(run: RunRecord) -> str:
         return MISSING.format("Unknown without a configuration of this version and the number of ranks.")
     try:
         num_microbatches = batch_plan(run.config, sizes.dp).num_microbatches
-        whole = _timeline(schedules.of_config(run.config, sizes.pp, sizes.vpp, num_microbatches))
+        whole = in_forwards(schedules.of_config(run.config, sizes.pp, sizes.vpp, num_microbatches))
         drawn = whole
         if num_microbatches * sizes.pp * sizes.vpp * 2 > MOST_ACTIONS:
             shown = max(MOST_ACTIONS // (sizes.pp * sizes.vpp * 2) // sizes.pp, 1) * sizes.pp
-            drawn = _timeline(schedules.of_config(run.config, sizes.pp, sizes.vpp, min(shown, num_microbatches)))
+            drawn = in_forwards(schedules.of_config(run.config, sizes.pp, sizes.vpp, min(shown, num_microbatches)))
     except TriaxisError as error:
         return MISSING.format(escape(str(error)))
     rows = [
         (
             "by the schedule alone",
             f"{whole.largest_bubble_fraction:.1%}",
-            f"of the pipeline's span, on the rank that idles most; a backward takes {BACKWARD_COST} forwards, transfers nothing",
+            "of the pipeline's span, on the rank that idles most; a backward takes 2 forwards, transfers nothing",
         )
     ]
     split = [each for each in run.steps if _has(each, "time_split", "bubble_seconds")]
@@ -437,32 +411,14 @@ def schedule(run: RunRecord) -> str:
         if split and step_seconds > 0:
             share = sum(number(each, "time_split", key) for each in split) / step_seconds
             rows.append((what, f"{share:.1%}", meaning))
-    table = "".join(
-        f'<tr><td>{escape(what)}</td><td class="n">{share}</td><td class="soft">{escape(of)}</td></tr>'
-        for what, share, of in rows
-    )
-    said = (
-        f"{whole.schedule.name}: pp {sizes.pp}, vpp {sizes.vpp}, {counted(num_microbatches, 'microbatch', 'microbatches')} per "
-        f"step and pipeline ({counted(sizes.dp, 'pipeline')}). Numbers in the picture are microbatches; time goes to the right."
-    )
-    if drawn is not whole:
-        said += f" The picture shows a step of {drawn.schedule.num_microbatches:,}."
-    missing = "" if len(rows) > 1 else '<p class="missing">No step of this run has a measured bubble.</p>'
-    return (
-        f'<p class="soft">{escape(said)}</p>{schedule_chart(drawn)}'
-        f'<h3>Bubble</h3><div class="wide"><table>{table}</table></div>{missing}'
-    )
+    missing = "" if len(rows) > 1 else MISSING.format("No step of this run has a measured bubble.")
+    picture = schedule_words(drawn, num_microbatches, sizes.dp) + schedule_chart(drawn)
+    return f"{picture}<h3>Bubble</h3>{html_table((('', ''), ('', 'n'), ('', 'soft')), rows)}{missing}"
 
 
-def _timeline(of: Schedule) -> SimulatedTimeline:
-    half = BACKWARD_COST / 2
-    return simulate(of, Costs.uniform(of.placement.num_stages, 1, half, half))
-
-
-def median_seconds(run: RunRecord) -> float:
-    """Compute the run's median step time in seconds; NaN if no step records its time."""
-    known = sorted(y for _, y in series(run.steps, "step_time_seconds") if math.isfinite(y))
-    return known[len(known) // 2] if known else math.nan
+def finite(run: RunRecord, key: str) -> list[float]:
+    """List the finite values at `key` in the run's steps."""
+    return [y for _, y in series(run.steps, key) if math.isfinite(y)]
 
 
 def trained_seconds(run: RunRecord) -> float:

@@ -12,11 +12,12 @@ from typing import Any
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, TriaxisError, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes
-from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.engine.telemetry.timing.time_split import PARTS, Part
-from triaxis.launch.pictures.charts import bar_chart
+from triaxis.launch.pictures.charts import bar_chart, one_bar
+from triaxis.launch.pictures.document import html_table
+from triaxis.launch.pictures.sections import seconds_text
 from triaxis.launch.report.parts import MISSING, PART_NAMES, sizes_of
-from triaxis.launch.report.record import RunRecord, number
+from triaxis.launch.report.record import RunRecord, attempt_of, number
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_of_devices
 from triaxis.models.predict.step_time.estimate import Estimator
 
@@ -110,14 +111,9 @@ def _measured(run: RunRecord) -> dict[Part, float] | None:
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if not split:
         return None
-    last = max(_attempt(each) for each in split)
-    own = [each for each in split if _attempt(each) == last]
+    last = max(attempt_of(each) for each in split)
+    own = [each for each in split if attempt_of(each) == last]
     return {part: _mean(own[1:] or own, f"{part}_seconds") for part in PARTS}
-
-
-def _attempt(record: Mapping[str, Any]) -> int:
-    attempt = record.get("attempt")
-    return attempt if isinstance(attempt, int) else 0
 
 
 def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
@@ -138,31 +134,18 @@ def _drawn(predicted: Mapping[Part, float | None], measured: Mapping[Part, float
     shown = [part for part in PARTS if measured[part] > 0 or (predicted[part] or 0) > 0]
     bars = []
     for part in shown:
-        seconds = predicted[part]
-        own = [("c1", "predicted", seconds, _milliseconds(seconds))] if seconds is not None else []
-        bars.append((_short(part), [("c0", "measured", measured[part], _milliseconds(measured[part])), *own]))
-    rows = "".join(_row(PART_NAMES[part], predicted[part], measured[part], COMPONENTS_OF[part]) for part in shown)
+        known = [("c0", "measured", measured[part]), ("c1", "predicted", predicted[part])]
+        own = [one_bar(style, what, seconds, seconds_text) for style, what, seconds in known if seconds is not None]
+        bars.append((part.removeprefix("exposed_"), own))
+    rows = [_row(PART_NAMES[part], predicted[part], measured[part], COMPONENTS_OF[part]) for part in shown]
     whole = sum(seconds for seconds in predicted.values() if seconds is not None)
-    rows += _row("step", whole, sum(measured.values()), ())
-    head = "".join(f'<th class="n">{name}</th>' for name in ("predicted", "measured", "predicted / measured - 1"))
-    return (
-        f"{bar_chart('predicted and measured seconds of a step', bars)}"
-        f'<div class="wide"><table><tr><th>part</th>{head}<th>components of the prediction</th></tr>{rows}</table></div>'
-    )
+    rows.append(_row("step", whole, sum(measured.values()), ()))
+    numbers = ((name, "n") for name in ("predicted", "measured", "predicted / measured - 1"))
+    columns = (("part", ""), *numbers, ("components of the prediction", "soft"))
+    return bar_chart("predicted and measured seconds of a step", bars) + html_table(columns, rows)
 
 
-def _row(name: str, predicted: float | None, measured: float, components: Sequence[str]) -> str:
+def _row(name: str, predicted: float | None, measured: float, components: Sequence[str]) -> tuple[str, ...]:
     off = f"{predicted / measured - 1:+.1%}" if predicted is not None and measured > 0 else ""
-    seconds = "not predicted" if predicted is None else _milliseconds(predicted)
-    return (
-        f'<tr><td>{escape(name)}</td><td class="n">{seconds}</td><td class="n">{_milliseconds(measured)}</td>'
-        f'<td class="n">{off}</td><td class="soft">{escape(", ".join(components))}</td></tr>'
-    )
-
-
-def _short(part: Part) -> str:
-    return part.removeprefix("exposed_")
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{significant(1e3 * seconds)} ms"
+    seconds = "not predicted" if predicted is None else seconds_text(predicted)
+    return escape(name), seconds, seconds_text(measured), off, escape(", ".join(components))

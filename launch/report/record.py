@@ -182,7 +182,8 @@ def _read_json(path: Path) -> Mapping[str, Any] | None:
         return None
 
 
-def _attempt_of(record: Mapping[str, Any]) -> int:
+def attempt_of(record: Mapping[str, Any]) -> int:
+    """Read the number of the attempt that made a record; 0 if the record has none."""
     attempt = record.get("attempt")
     return attempt if isinstance(attempt, int) else 0
 
@@ -213,7 +214,7 @@ def _with_later_validations(steps: Sequence[Mapping[str, Any]], events: Sequence
     found: list[Mapping[str, Any]] = []
     for record in steps:
         event = later.get(record["step"])
-        if event is not None and event.attempt > _attempt_of(record):
+        if event is not None and event.attempt > attempt_of(record):
             record = {**record, "val_loss": event.details.get("val_loss")}
         found.append(record)
     return found
@@ -222,7 +223,7 @@ def _with_later_validations(steps: Sequence[Mapping[str, Any]], events: Sequence
 def _attempts(records: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> list[Attempt]:
     made: dict[int, list[int]] = {}
     for record in records:
-        made.setdefault(_attempt_of(record), []).append(record["step"])
+        made.setdefault(attempt_of(record), []).append(record["step"])
     found = []
     numbers = sorted(made.keys() | {event.attempt for event in events})
     for attempt in numbers:

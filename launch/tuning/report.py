@@ -17,6 +17,7 @@ from triaxis.engine.errors import counted
 from triaxis.engine.program import ROOT
 from triaxis.engine.telemetry.outlets.format import in_bytes, significant
 from triaxis.engine.telemetry.record.flops import CONVENTION, PeakRate, convention, known_peak
+from triaxis.launch.pictures.tables import aligned
 from triaxis.launch.tuning.layouts import Failed, LayoutResult, rank_outcomes
 from triaxis.models.specs import num_parameters
 
@@ -76,18 +77,12 @@ def cpu_name(path: Path = CPU_INFO) -> str:
 
 def git_commit(root: Path = ROOT) -> str:
     """Return the checkout's commit, or "no git checkout". "+changes" is appended if tracked files differ from the commit."""
-    commit = _git(root, "rev-parse", "--short=12", "HEAD")
-    if commit is None:
-        return "no git checkout"
-    return f"{commit}+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else commit
-
-
-def _git(root: Path, *words: str) -> str | None:
+    words = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+changes"]
     try:
-        asked = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
-    except OSError:  # git is not installed
-        return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
+        found = subprocess.run(words, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # git is not installed, or knows no commit
+        return "no git checkout"
+    return found.stdout.strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +194,7 @@ def _table(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[str]:
                 in_bytes(one.memory.predicted),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        words = [
-            f"{cell:<{width}}" if index < 2 else f"{cell:>{width}}"
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(words).rstrip()
+    return aligned(rows, left=(0, 1))
 
 
 def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:

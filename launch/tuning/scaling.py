@@ -18,6 +18,7 @@ from pathlib import Path
 from triaxis.engine.errors import counted
 from triaxis.launch.pictures.drawing import element, text, write_picture
 from triaxis.launch.pictures.style import COLOURS
+from triaxis.launch.pictures.tables import aligned
 from triaxis.launch.tuning.layouts import LayoutResult
 
 LEAST_LOST = 0.005
@@ -74,15 +75,10 @@ def scaling_text(rows: Sequence[Scaling]) -> str:
         )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([*(f"{cell:>{width}}" for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
-        for row in cells
-    ]
     return "\n".join(
         [
             f"speed-up over {counted(rows[0].num_ranks, 'rank')}, one global batch:",
-            *lines,
+            *aligned(cells, left=(4,)),
             "efficiency = speed-up / its ideal; efficiency and all losses add up to 100 % of a step.",
             "",
         ]

@@ -79,11 +79,6 @@ class Memory:
         return self.tensors + self.communicators
 
 
-def shown_kinds(ranks: Sequence[Memory]) -> tuple[str, ...]:
-    """List the kinds of memory that a table shows; `temporaries` only if some rank has any (a run with experts or FP8)."""
-    return KINDS if any(rank.temporaries for rank in ranks) else KINDS[:-1]
-
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The predicted memory of every rank of a run.

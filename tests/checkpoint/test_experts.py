@@ -19,7 +19,7 @@ from triaxis.engine.checkpoint.import_weights import read_tensor
 from triaxis.engine.checkpoint.resume import resume_or_start
 from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
-from triaxis.launch.inspect.check import check_files, fingerprint_bytes
+from triaxis.launch.inspect.check import check_files
 from triaxis.launch.inspect.compare import differences, tensors_of
 from triaxis.models.specs import model_specs
 
@@ -172,8 +172,8 @@ def test_a_bias_has_no_moments_and_every_expert_is_there(checkpoint: Path) -> No
     specs = model_specs(ONE.config().model)
     assert kinds == {spec.name: {MASTER} if is_bias(spec.name) else all_kinds for spec in specs}
     assert sum(map(is_bias, kinds)) == 3
-    assert not check_files(checkpoint, lambda num_bytes: None).problems
-    assert fingerprint_bytes(checkpoint, manifest, lambda num_bytes: None) == manifest.fingerprint
+    checked = check_files(checkpoint, lambda num_bytes: None)
+    assert not checked.problems and checked.fingerprint == manifest.fingerprint
     built = engine_of(0, ONE, {"load": str(checkpoint)})
     resume_or_start(built, CheckpointDirectory(checkpoint.parent / "none"), has_saved=False, data={})
     for spec in specs:

@@ -66,7 +66,7 @@ def test_a_config_gives_its_sizes_and_the_groups_of_its_model(
     [
         ("--tp 8 --dp 2 --ranks-per-node 4", TopologyError, "span two nodes"),
         ("--tp 0", TopologyError, "sizes start at 1"),
-        ("--tp 2 --ranks-per-node 0", TopologyError, "at least 1 rank"),
+        ("--tp 2 --ranks-per-node 0", ConfigError, "--ranks-per-node 0: must be at least 1"),
         ("--tp 2 --world-size 8", TopologyError, "--gpus 8 needs a config"),
         (f"--config {TINY} --tp 2", TopologyError, "both set the layout"),
         (f"--config {TINY} --world-size 12", ConfigError, "world size 12"),
