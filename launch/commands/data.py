@@ -13,6 +13,7 @@ A corpus is named by its prefix, the path without ending of the .bin/.idx pair t
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import accumulate
 
 from rich.console import Console
 
@@ -123,7 +124,10 @@ def inspect(args: argparse.Namespace) -> int:
             else ()
         ),
         *((("empty", f"{found.without_tokens:,} documents without any token{seen}"),) if found.without_tokens else ()),
-        *(("left out", f"{left['count']:,} x {kind}: {'; '.join(left['places'])}") for kind, left in _left_out(record)),
+        *(
+            ("left out", f"{left['count']:,} x {kind}: {'; '.join(left['places'])}")
+            for kind, left in (record.left_out if record else {}).items()
+        ),
         (
             "first",
             repr(text) if text is not None else f"ids {', '.join(map(str, first[:20]))} .. (--tokenizer shows text)",
@@ -137,16 +141,13 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def check_corpora(args: argparse.Namespace) -> int:
-    """Print where corpora contradict their records or tokenizers. The exit code is 1 if they do.
-
-    Every byte is read, unless this node has checked the same files before.
-    """
+    """Print where corpora contradict their records or tokenizers. The exit code is 1 if they do. Every byte is read."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     results, is_bad = [], False
     for prefix in args.prefixes:
         corpus, record = IndexedTokens(prefix), read_record(prefix)
         tokenizer = _tokenizer(args, prefix, record)
-        found, was_read = check(corpus)
+        found = check(corpus)
         known = tokenizer or record
         vocab_size, eod_id = (known.vocab_size, known.eod_id) if known else (None, None)
         if record is not None:
@@ -154,8 +155,7 @@ def check_corpora(args: argparse.Namespace) -> int:
         problems = found.problems(prefix, record, vocab_size, eod_id)
         is_bad |= bool(problems)
         against = "as its record has it" if record else "without a record to compare with"
-        again = ", as an earlier check of this node has read it" if was_read else ""
-        verdict = "\n".join(problems) or f"{prefix}: {corpus.num_tokens:,} tokens, {against}{again}"
+        verdict = "\n".join(problems) or f"{prefix}: {corpus.num_tokens:,} tokens, {against}"
         console.print(verdict)
         ends = ", ".join(f"{count:,} documents end with id {token}" for token, count in found.ends)
         chosen = "" if record is None or record.append_eod else ": it was prepared without an end of documents"
@@ -196,10 +196,6 @@ def _described(record: CorpusRecord | None) -> str:
     return f"{record.tokenizer}, {record.vocab_size:,} tokens{identity}"
 
 
-def _left_out(record: CorpusRecord | None) -> list[tuple[str, dict[str, list[str]]]]:
-    return [] if record is None else list(record.left_out.items())
-
-
 def merge_corpora(args: argparse.Namespace) -> int:
     """Join corpora into one, and print the new corpus's size."""
     record = merge(args.prefixes, args.output, force=args.force)
@@ -214,7 +210,6 @@ def split_corpus(args: argparse.Namespace) -> int:
         shares = _numbers("--parts", args.parts)
         bounds = bounds_of_shares(num_documents, shares)
     else:
-        bounds = [0]
         counts = _numbers("--documents", args.documents)
         if parts := [count for count in counts if count != int(count)]:
             refuse(
@@ -222,9 +217,7 @@ def split_corpus(args: argparse.Namespace) -> int:
                     f"--documents {args.documents}: {parts[0]:g} is no whole number; a document cannot be cut. Correct it."
                 ]
             )
-        for count in counts:
-            bounds.append(bounds[-1] + int(count))
-        bounds.append(num_documents)
+        bounds = [0, *accumulate(map(int, counts)), num_documents]
     records = split(args.prefix, args.output, bounds, force=args.force)
     print_json(args, [_show_written(output, record) for output, record in zip(args.output, records, strict=True)])
     return 0

@@ -95,12 +95,10 @@ def _sampling_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _length_problems(args: argparse.Namespace, model: ModelConfig, lengths: Sequence[int]) -> Iterator[str]:
     window = args.max_length or model.seq_length
-    if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        yield f"--max-new-tokens {args.max_new_tokens}: must be at least 1, or there is nothing to do."
-        return
-    if args.max_length is not None and args.max_length < 1:
-        yield f"--max-length {args.max_length}: must be at least 1."
-        return
+    for option, given in (("--max-new-tokens", args.max_new_tokens), ("--max-length", args.max_length)):
+        if given is not None and given < 1:
+            yield f"{option} {given}: must be at least 1, or there is nothing to do."
+            return
     if window > model.seq_length and model.position_kind.has_table:
         yield (
             f"--max-length {window}: the model has learned {model.seq_length} positions (model.seq_length) and has no "

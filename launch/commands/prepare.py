@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from triaxis.engine.config.write import in_yaml
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stdlib:
         inputs = Inputs(stdlib_files(STDLIB_BYTES if args.max_bytes is None else args.max_bytes))
     else:
-        inputs = find_inputs(args.input, args.on_bad)
+        inputs = find_inputs(args.input)
     keys = dict(_keyed(word, args.input) for word in args.text_key)
     key = keys.get(None, AS_NAMED.text_key)
     request = PrepareRequest(
@@ -178,55 +178,30 @@ def _keyed(word: str, patterns: Sequence[str]) -> tuple[str | None, str]:
     return (path, key) if equals and path in patterns else (None, word)
 
 
-class Speed:
-    """Tokens per second and remaining time, based only on the work that this process has done."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self._total_bytes = total_bytes
-        self._start_seconds = time.monotonic()
-
-    def describe(self, done: Done) -> str:
-        seconds = time.monotonic() - self._start_seconds
-        own_bytes = done.num_bytes - done.found_bytes
-        found = f", {done.found_bytes / self._total_bytes:.0%} from an earlier start" if done.found_bytes else ""
-        made = f"{counted(done.num_documents, 'document')}, {counted(done.num_tokens, 'token')}"
-        if not own_bytes or not seconds:
-            return f"{made}{found}; the first part is not done yet"
-        rate = (done.num_tokens - done.found_tokens) / seconds
-        left = f"{seconds * (self._total_bytes - done.num_bytes) / own_bytes:,.0f} s left"
-        return f"{made}, {rate:,.0f} tokens/s, {left}{found}"
-
-
 @contextmanager
 def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[Done], None]]:
     """Show a progress bar on a terminal, or an occasional line in a log file. Yields the function that updates it."""
-    speed = Speed(total_bytes)
-    if not console.is_terminal:
-        yield LogLines(console, speed, total_bytes)
+    if console.is_terminal:
+        columns = (TextColumn("prepare"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as bar:
+            task = bar.add_task("", total=total_bytes)
+            yield lambda done: bar.update(task, completed=done.num_bytes, description=describe(done))
         return
-    columns = (
-        TextColumn("prepare"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total_bytes)
-        yield lambda done: bar.update(task, completed=done.num_bytes, description=speed.describe(done))
+    printed_seconds = time.monotonic()
+
+    def log(done: Done) -> None:
+        nonlocal printed_seconds
+        if time.monotonic() - printed_seconds >= SECONDS_BETWEEN_LINES:
+            printed_seconds = time.monotonic()
+            console.print(f"prepare: {done.num_bytes / total_bytes:.0%} of {total_bytes:,} bytes, {describe(done)}")
+
+    yield log
 
 
-class LogLines:
-    """Progress as log lines, at most one per SECONDS_BETWEEN_LINES."""
-
-    def __init__(self, console: Console, speed: Speed, total_bytes: int) -> None:
-        self.console, self.speed, self.total_bytes = console, speed, total_bytes
-        self.printed_seconds = time.monotonic()
-
-    def __call__(self, done: Done) -> None:
-        if time.monotonic() - self.printed_seconds >= SECONDS_BETWEEN_LINES:
-            self.printed_seconds = time.monotonic()
-            share = done.num_bytes / self.total_bytes
-            self.console.print(f"prepare: {share:.0%} of {self.total_bytes:,} bytes, {self.speed.describe(done)}")
+def describe(done: Done) -> str:
+    """Describe the work that is done, with the part that an earlier start did."""
+    found = f", {done.found_bytes:,} bytes from an earlier start" if done.found_bytes else ""
+    return f"{counted(done.num_documents, 'document')}, {counted(done.num_tokens, 'token')}{found}"
 
 
 def show_prepared(console: Console, request: PrepareRequest, prepared: Prepared) -> None:

@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -23,37 +22,11 @@ def main(argv: Sequence[str]) -> int:
     return run(argv, _generate)
 
 
-@dataclass
-class TokenTimes:
-    """Times of a prompt's start, first token and last token, by `time.monotonic`."""
-
-    started: float
-    first: float = 0.0
-    last: float = 0.0
-    num_tokens: int = 0
-
-    def tick(self) -> None:
-        self.last = time.monotonic()
-        self.num_tokens += 1
-        if self.num_tokens == 1:
-            self.first = self.last
-
-    @property
-    def prompt_seconds(self) -> float:
-        """Seconds from the start to the first token; 0.0 if none has come."""
-        return self.first - self.started if self.num_tokens else 0.0
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens per second after the first token; None if fewer than two tokens have come."""
-        return (self.num_tokens - 1) / (self.last - self.first) if self.num_tokens > 1 else None
-
-
 def _generate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(rank.config.data.tokenizer_name)
     tokenizer.eod_id = job["eod_id"]
     for number, prompt in enumerate(job["prompts"]):
-        clock = TokenTimes(time.monotonic())
+        times = [time.monotonic()]
         tokens = _timed(
             stream(
                 model,
@@ -63,26 +36,31 @@ def _generate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
                 window=job["window"],
                 stop=tokenizer.eod_id,
             ),
-            clock,
+            times,
         )
         if rank.number != 0:
-            _drain(tokens)
+            list(tokens)
         elif job["json"]:
-            print(json.dumps(_record(prompt, list(tokens), tokenizer, clock, job["sampling"])), flush=True)
+            print(json.dumps(_record(prompt, list(tokens), tokenizer, times, job["sampling"])), flush=True)
         else:
             _write(prompt, tokens, tokenizer, is_first=number == 0)
-            _print_speed(prompt, clock)
+            _print_speed(prompt, times)
 
 
-def _timed(tokens: Iterator[int], clock: TokenTimes) -> Iterator[int]:
+def _timed(tokens: Iterator[int], times: list[float]) -> Iterator[int]:
+    """Yield the tokens, and append each one's time to `times`, which begins with the start's."""
     for token in tokens:
-        clock.tick()
+        times.append(time.monotonic())
         yield token
 
 
-def _drain(tokens: Iterator[int]) -> None:
-    for _ in tokens:
-        pass
+def _speed(times: Sequence[float]) -> tuple[float, float | None]:
+    """Compute (seconds to the first token, tokens per second after it) from the times of the start and of each token.
+
+    The seconds are 0.0 if no token has come. The speed is None if fewer than two have.
+    """
+    first = times[1] if len(times) > 1 else times[0]
+    return first - times[0], (len(times) - 2) / (times[-1] - first) if len(times) > 2 else None
 
 
 def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, *, is_first: bool) -> None:
@@ -107,29 +85,31 @@ def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, 
     show(f"{text.finish()}\n")
 
 
-def _print_speed(prompt: dict[str, Any], clock: TokenTimes) -> None:
+def _print_speed(prompt: dict[str, Any], times: Sequence[float]) -> None:
     """Print the speed on stderr, so that stdout has only text."""
-    ended = "the model ended the document" if clock.num_tokens < prompt["num_tokens"] else "as many as were asked for"
+    num_tokens, (prompt_seconds, tokens_per_second) = len(times) - 1, _speed(times)
+    ended = "the model ended the document" if num_tokens < prompt["num_tokens"] else "as many as were asked for"
     words = [
-        f"{clock.num_tokens:,} tokens ({ended})",
-        f"prompt of {len(prompt['tokens']):,} tokens read in {clock.prompt_seconds:.2f} s",
+        f"{num_tokens:,} tokens ({ended})",
+        f"prompt of {len(prompt['tokens']):,} tokens read in {prompt_seconds:.2f} s",
     ]
-    if clock.tokens_per_second is not None:
-        words.append(f"then {clock.tokens_per_second:,.1f} tokens/s")
+    if tokens_per_second is not None:
+        words.append(f"then {tokens_per_second:,.1f} tokens/s")
     print("; ".join(words), file=sys.stderr)
 
 
 def _record(
-    prompt: dict[str, Any], tokens: list[int], tokenizer: Tokenizer, clock: TokenTimes, sampling: dict[str, Any]
+    prompt: dict[str, Any], tokens: list[int], tokenizer: Tokenizer, times: Sequence[float], sampling: dict[str, Any]
 ) -> dict[str, Any]:
     text = TextStream(tokenizer, prompt["tokens"])
+    prompt_seconds, tokens_per_second = _speed(times)
     return {
         "prompt": prompt["text"],
         "text": "".join(text.add(token) for token in tokens) + text.finish(),
         "prompt_tokens": prompt["tokens"],
         "tokens": tokens,
         "finish": "end_of_document" if len(tokens) < prompt["num_tokens"] else "length",
-        "prompt_seconds": clock.prompt_seconds,
-        "tokens_per_second": clock.tokens_per_second,
+        "prompt_seconds": prompt_seconds,
+        "tokens_per_second": tokens_per_second,
         **sampling,
     }

@@ -37,9 +37,7 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the remaining text, in which an incomplete character becomes `UNKNOWN`."""
-        text = self._new_text()
-        self._shown, self._waiting = self._waiting, []
-        return text
+        return self._new_text()
 
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._shown)

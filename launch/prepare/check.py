@@ -1,22 +1,14 @@
-"""Check a corpus against the hashes in its record and the ids of its tokenizer.
-
-A check reads every byte of a corpus and writes its results to PREFIX.checked.json, separately for each node. A later check on the
-same node uses these results if the files are unchanged. Problems are derived anew from the stored results each time.
-"""
+"""Check a corpus against the hashes in its record and the ids of its tokenizer."""
 
 import hashlib
-import json
-import socket
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from triaxis.engine.data.corpus.indexed import IndexedTokens, bin_path, idx_path
 from triaxis.engine.data.corpus.record import CorpusRecord
-from triaxis.engine.storage.files import sha256_of_file, write_atomically
-from triaxis.engine.storage.state_files import read_object
+from triaxis.engine.storage.files import sha256_of_file
 
 ENDS_KEPT = 3
 
@@ -74,30 +66,16 @@ class CorpusCheck:
         return found
 
 
-def check(corpus: IndexedTokens) -> tuple[CorpusCheck, bool]:
-    """Read every byte in a corpus, unless this node has checked the same files before.
-
-    Returns:
-        The results, and whether they come from an earlier check.
-    """
-    version = [_version(path) for path in (bin_path(corpus.prefix), idx_path(corpus.prefix))]
-    kept = Path(f"{corpus.prefix}.checked.json")
-    nodes = _kept(kept)
-    own = nodes.get(socket.gethostname())
-    if own is not None and own.version == version:
-        return own, True
+def check(corpus: IndexedTokens) -> CorpusCheck:
+    """Read every byte in a corpus."""
     digest, smallest, largest = hashlib.sha256(), [], []
     for block in corpus.blocks():
         digest.update(block.data.cast("B"))
         smallest.append(int(block.min()))
         largest.append(int(block.max()))
-    checked = CorpusCheck(
-        version, digest.hexdigest(), sha256_of_file(idx_path(corpus.prefix)), min(smallest), max(largest), _ends(corpus)
-    )
-    nodes[socket.gethostname()] = checked
-    with suppress(OSError):  # the folder may be read-only for this user; then every check reads the corpus
-        write_atomically(kept, [json.dumps({node: asdict(each) for node, each in nodes.items()}, indent=1).encode()])
-    return checked, False
+    index = idx_path(corpus.prefix)
+    version = [_version(path) for path in (bin_path(corpus.prefix), index)]
+    return CorpusCheck(version, digest.hexdigest(), sha256_of_file(index), min(smallest), max(largest), _ends(corpus))
 
 
 def _ends(corpus: IndexedTokens) -> list[list[int]]:
@@ -111,11 +89,3 @@ def _ends(corpus: IndexedTokens) -> list[list[int]]:
 def _version(path: Path) -> list[int]:
     status = path.stat()
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-
-
-def _kept(path: Path) -> dict[str, CorpusCheck]:
-    """Read the stored checks by node; {} if the file is missing or does not hold checks."""
-    try:
-        return {node: CorpusCheck(**each) for node, each in (read_object(path) or {}).items()}
-    except (OSError, ValueError, TypeError):
-        return {}

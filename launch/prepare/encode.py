@@ -86,8 +86,7 @@ def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part
     path = job.folder / digest
     found = find_part(path, job.on_bad)
     if found is not None:
-        done = (found.num_bytes, found.num_documents, found.num_tokens)
-        table.write(number, Done(*done, found_bytes=found.num_bytes, found_tokens=found.num_tokens))
+        table.write(number, Done(found.num_bytes, found.num_documents, found.num_tokens, found.num_bytes))
         return found
     tokenizer: Tokenizer = _loaded(job.tokenizer, job.eod_token)
     reading = Reading(job.on_bad, Vocabulary(tokenizer.vocab_size, tokenizer.eod_id))
@@ -118,7 +117,7 @@ def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
     try:
         yield from reader_of(path, piece.file.options).documents(piece, reading)
     except (FileNotFoundError, PermissionError) as error:
-        _unusable(path, error, reading)
+        unusable(path, error, reading)
     reading.done_bytes = lambda: piece.num_bytes
 
 
@@ -127,7 +126,7 @@ def is_as_planned(file: InputFile, findings: Findings) -> bool:
     try:
         now = InputFile.of(file.path, file.options)
     except (FileNotFoundError, PermissionError) as error:
-        _unusable(file.path, error, findings)
+        unusable(file.path, error, findings)
         return False
     if now != file:
         detail = (
@@ -138,7 +137,12 @@ def is_as_planned(file: InputFile, findings: Findings) -> bool:
     return now == file
 
 
-def _unusable(path: Path, error: OSError, findings: Findings) -> None:
+def unusable(path: Path, error: FileNotFoundError | PermissionError, findings: Findings) -> None:
+    """Add a file that is missing or forbidden to the findings.
+
+    Raises:
+        DataError: the findings stop at bad input.
+    """
     kind = BadInput.VANISHED_FILE if isinstance(error, FileNotFoundError) else BadInput.UNREADABLE_FILE
     detail = "vanished" if kind is BadInput.VANISHED_FILE else "may not be read by this user"
     advice = "Its documents would be missing. Bring it back, or leave it out."

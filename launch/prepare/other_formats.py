@@ -17,7 +17,7 @@ from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, 
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, field_of
 from triaxis.engine.storage.elsewhere import pointer_of
 from triaxis.engine.storage.json_text import parse_json
-from triaxis.launch.prepare.streams import GZIP, ZSTANDARD, open_plain, opener_of
+from triaxis.launch.prepare.streams import GZIP, ZSTANDARD, decompress_of
 
 UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc", ".lz4": "lz4 -dc"}
 """Ending -> the command that decompresses a file to standard output."""
@@ -178,7 +178,7 @@ def refused_file(file: InputFile) -> Refused | None:
         tool, command = pointer
         return Refused(f"a pointer of {tool} in place of the file", advice=f"Bring the file:  {command}")
     ending = file.path.suffix.lower()
-    if ending not in (".gz", ".zst") or opener_of(file.path) is open_plain:
+    if ending not in (".gz", ".zst") or decompress_of(file.path) is None:
         return None
     with file.path.open("rb") as handle:
         is_text = _is_text(handle.read(HEAD_BYTES))

@@ -5,7 +5,7 @@ A part has one unit's documents (a unit: input pieces encoded together). It is c
     PREFIX.parts/DIGEST.tokens    document . eod | document . eod | ..     the corpus's dtype
                  DIGEST.lengths   int32 per document
                  DIGEST.json      written last and atomically; has counts, findings, and a hash over the other two files
-                 progress         int64 [units, 5], the five counts in `Done` for each unit
+                 progress         int64 [units, 4], the counts in `Done` for each unit
 
 DIGEST is a hash over the input pieces (path, size, mtime), the tokenizer and the options. So a later run finds an earlier run's
 part if, and only if, it needs the same bytes.
@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -169,7 +169,7 @@ class PartWriter:
 class Done:
     """Counts of the work finished so far, in one unit or in a whole preparation.
 
-    `found_bytes` and `found_tokens` are the shares that an earlier run had finished.
+    `found_bytes` is the share of the input that an earlier run had finished.
     """
 
     num_bytes: int = 0
@@ -177,8 +177,7 @@ class Done:
     num_documents: int = 0
     num_tokens: int = 0
     found_bytes: int = 0
-    """Input bytes in parts that an earlier run had completed, which cost no time; `found_tokens` are the tokens in these parts."""
-    found_tokens: int = 0
+    """Input bytes in parts that an earlier run had completed, which cost no time."""
 
 
 class ProgressTable:
@@ -187,15 +186,12 @@ class ProgressTable:
     Workers write their units' rows, and the parent process sums all rows.
     """
 
-    COLUMNS = 5
-
     def __init__(self, path: Path, num_units: int, *, create: bool = False) -> None:
-        self._rows: NDArray[np.int64] = np.memmap(
-            path, "<i8", "w+" if create else "r+", shape=(num_units, self.COLUMNS)
-        )
+        shape = num_units, len(fields(Done))
+        self._rows: NDArray[np.int64] = np.memmap(path, "<i8", "w+" if create else "r+", shape=shape)
 
     def write(self, unit: int, done: Done) -> None:
-        self._rows[unit] = (done.num_bytes, done.num_documents, done.num_tokens, done.found_bytes, done.found_tokens)
+        self._rows[unit] = astuple(done)
 
     def total(self) -> Done:
         return Done(*(int(value) for value in self._rows.sum(axis=0)))

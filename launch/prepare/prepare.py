@@ -25,7 +25,7 @@ from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from triaxis.engine.errors import DataError, counted, shown
 from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically
-from triaxis.launch.prepare.encode import EncodeSettings, make_part, start_worker
+from triaxis.launch.prepare.encode import EncodeSettings, make_part, start_worker, unusable
 from triaxis.launch.prepare.other_formats import refused_file
 from triaxis.launch.prepare.parts import PROGRESS, SUFFIXES, Done, Part, ProgressTable, digest_of
 from triaxis.launch.prepare.readers import reader_of
@@ -110,11 +110,8 @@ def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
     for path, key in zip(request.files, keys, strict=True):
         try:
             file = InputFile.of(path, replace(request.options, text_key=key))
-        except FileNotFoundError:
-            place = InputPlace(str(path), detail="vanished")
-            findings.add(
-                BadInput.VANISHED_FILE, place, "Its documents would be missing. Bring it back, or leave it out."
-            )
+        except FileNotFoundError as error:
+            unusable(path, error, findings)
             continue
         if file.size:
             found.append(file)
@@ -149,11 +146,8 @@ def _pieces(file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
     try:
         reader = refused_file(file) or reader_of(file.path, file.options)
         yield from reader.pieces(file, step, findings)
-    except PermissionError:
-        place = InputPlace(str(file.path), detail="may not be read by this user")
-        findings.add(
-            BadInput.UNREADABLE_FILE, place, "Its documents would be missing. Change its permissions, or leave it out."
-        )
+    except PermissionError as error:
+        unusable(file.path, error, findings)
 
 
 def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, progress: Progress) -> Prepared:
@@ -170,12 +164,10 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
     Raises:
         DataError: the tokenizer, an input or the output cannot be used, or the output holds another corpus.
     """
-    if num_workers < 1:
-        raise DataError(f"--workers {num_workers}: at least one process must encode.")
-    if num_workers > MOST_WORKERS:
+    if not 1 <= num_workers <= MOST_WORKERS:
         raise DataError(
-            f"--workers {shown(num_workers)}: at most {MOST_WORKERS:,}. Each is a process with its own tokenizer, and more workers "
-            "than cores gain nothing."
+            f"--workers {shown(num_workers)}: at least 1 process must encode, and at most {MOST_WORKERS:,} may. Each has its own "
+            "tokenizer, and more workers than cores gain nothing."
         )
     identity = _identity(request)
     findings = Findings(request.on_bad)
@@ -198,7 +190,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
                 tokenizer = _open_tokenizer(request, units, may_replace)
                 record = _write(request, units, tokenizer, findings.tally, digest, num_workers, progress)
             finally:
-                _remove_unfinished(request.parts)
+                _remove_parts(request.parts, keep_whole=True)
     except OSError as error:
         raise DataError(
             f"preparing {request.output} failed: {error.strerror or error} ({error.filename or folder}). There is "
@@ -403,20 +395,15 @@ def _parts_in_order(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _remove_parts(folder: Path) -> None:
-    """Remove all files that preparations write to the parts folder, and the folder if it is then empty."""
-    for path in folder.iterdir():
-        if path.suffix in (*SUFFIXES, ".partial") or path.name in (PROGRESS, INSTALLING):
-            path.unlink()
-    with suppress(OSError):
-        folder.rmdir()
+def _remove_parts(folder: Path, *, keep_whole: bool = False) -> None:
+    """Remove all files that preparations write to the parts folder, and the folder if it is then empty.
 
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove files that no later start can use, and the folder if it is then empty. Complete parts stay."""
+    With `keep_whole`, files stay that a later start can use: complete parts, and INSTALLING.
+    """
     for path in folder.glob("*"):
-        unfinished = path.suffix in SUFFIXES and not path.with_suffix(".json").exists()
-        if unfinished or path.suffix == ".partial" or path.name == PROGRESS:
+        is_ours = path.suffix in (*SUFFIXES, ".partial") or path.name in (PROGRESS, INSTALLING)
+        is_whole = path.name == INSTALLING or (path.suffix in SUFFIXES and path.with_suffix(".json").exists())
+        if is_ours and not (keep_whole and is_whole):
             path.unlink()
     with suppress(OSError):
         folder.rmdir()

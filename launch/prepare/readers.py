@@ -32,7 +32,7 @@ from triaxis.launch.prepare.other_formats import (
     refused_text,
 )
 from triaxis.launch.prepare.parquet import Parquet
-from triaxis.launch.prepare.streams import DamagedStreamError, Stream, open_plain, opener_of, split_at
+from triaxis.launch.prepare.streams import DamagedStreamError, Stream, decompress_of, open_stream, split_at
 from triaxis.launch.prepare.token_files import TokenFile
 
 DAMAGED = "What follows the damage cannot be read. Copy or download the file again."
@@ -84,9 +84,9 @@ class Text:
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
         file, separator = piece.file, piece.file.options.separator
-        path, opener = str(file.path), opener_of(file.path)
+        path, is_plain = str(file.path), decompress_of(file.path) is None
         try:
-            with opener(file.path) as stream:
+            with open_stream(file.path) as stream:
                 if separator is not None:
                     reading.done_bytes = lambda: min(stream.raw.tell() - piece.start, piece.num_bytes)
                 records = _whole(stream, piece) if separator is None else split_at(separator.encode(), stream, piece)
@@ -98,11 +98,7 @@ class Text:
                             return
                     place = InputPlace(path)
                     if separator is not None:
-                        place = (
-                            InputPlace(path, byte=at)
-                            if opener is open_plain
-                            else InputPlace(path, f"document {number:,}")
-                        )
+                        place = InputPlace(path, byte=at) if is_plain else InputPlace(path, f"document {number:,}")
                     yield from self._document(content, place, file, reading)
         except DamagedStreamError as error:
             reading.add(BadInput.DAMAGED_FILE, InputPlace(path, detail=f"is damaged or truncated ({error})"), DAMAGED)
@@ -147,7 +143,7 @@ class JsonLines:
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
         file, path, number = piece.file, str(piece.file.path), 0
-        with opener_of(file.path)(file.path) as stream:
+        with open_stream(file.path) as stream:
             reading.done_bytes = lambda: min(stream.raw.tell() - piece.start, piece.num_bytes)
             try:
                 for number, (at, line) in enumerate(split_at(b"\n", stream, piece), start=1):
@@ -164,7 +160,7 @@ class JsonLines:
 
 
 def _cut(file: InputFile, step: int) -> Iterator[Piece]:
-    if opener_of(file.path) is not open_plain:
+    if decompress_of(file.path) is not None:
         step = file.size  # a compressed stream can only be read from its beginning
     for start in range(0, file.size, step):
         stop = min(start + step, file.size)
@@ -186,7 +182,7 @@ def _whole(stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
 def _head(path: Path) -> bytes | None:
     """Read a file's first HEAD_BYTES, decompressed; None if these bytes are damaged."""
     try:
-        with opener_of(path)(path) as stream:
+        with open_stream(path) as stream:
             return stream.content.read(HEAD_BYTES)
     except DamagedStreamError:
         return None

@@ -8,7 +8,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,37 +41,25 @@ class Stream:
     """The file on disk; its position measures the progress."""
 
 
-Opener = Callable[[Path], AbstractContextManager[Stream]]
+Decompress = Callable[[BinaryIO], Iterator[bytes]]
 
 
 @contextmanager
-def open_plain(path: Path) -> Iterator[Stream]:
-    """Open an uncompressed file, whose `content` and `raw` are then the same stream."""
-    with path.open("rb") as handle:
-        yield Stream(handle, handle)
+def open_stream(path: Path) -> Iterator[Stream]:
+    """Open an input file, which may be a .gz of several members or a .zst of several frames.
 
-
-@contextmanager
-def open_gzip(path: Path) -> Iterator[Stream]:
-    """Open a .gz file, which may have several members."""
-    with path.open("rb") as raw:
-        yield Stream(io.BufferedReader(_Blocks(_gzip_blocks(raw)), BLOCK_BYTES), raw)
-
-
-@contextmanager
-def open_zstandard(path: Path) -> Iterator[Stream]:
-    """Open a .zst file, which may have several frames.
+    Reading a .zst raises DataError if the package zstandard is not installed.
 
     Raises:
-        DataError: the package zstandard is not installed.
+        OSError: the file cannot be read.
     """
-    need("zstandard", f"{path}, a .zst,")
+    decompress = decompress_of(path)
     with path.open("rb") as raw:
-        yield Stream(io.BufferedReader(_Blocks(_zstandard_blocks(raw)), BLOCK_BYTES), raw)
+        yield Stream(raw if decompress is None else io.BufferedReader(_Blocks(decompress(raw)), BLOCK_BYTES), raw)
 
 
-def opener_of(path: Path) -> Opener:
-    """Choose the function that opens a file, by the file's first bytes or else by its name.
+def decompress_of(path: Path) -> Decompress | None:
+    """Choose how a file is decompressed, by the file's first bytes or else by its name; None for a plain file.
 
     Raises:
         OSError: the file cannot be read.
@@ -79,8 +67,8 @@ def opener_of(path: Path) -> Opener:
     with path.open("rb") as handle:
         head = handle.read(len(ZSTANDARD))
     if head.startswith(GZIP) or (path.name.lower().endswith(".gz") and head != ZSTANDARD):
-        return open_gzip
-    return open_zstandard if head == ZSTANDARD or path.name.lower().endswith(".zst") else open_plain
+        return _gzip_blocks
+    return _zstandard_blocks if head == ZSTANDARD or path.name.lower().endswith(".zst") else None
 
 
 def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
@@ -128,7 +116,7 @@ def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
     """Yield a .zst's decompressed bytes. The library's own reader would mistake a truncated frame for the file's end."""
-    zstandard = need("zstandard", "a .zst")
+    zstandard = need("zstandard", f"{raw.name}, a .zst,")
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_ZSTANDARD_WINDOW)
     frame: Any = None
     while data := raw.read(COMPRESSED_BYTES):

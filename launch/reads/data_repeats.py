@@ -12,10 +12,10 @@ from triaxis.engine.data.datasets import open_run_datasets
 from triaxis.engine.data.remainder import ContinuedStream
 from triaxis.engine.data.samples import SampleSource, SampleStream
 from triaxis.engine.data.skipped import SkippedRanges
-from triaxis.engine.errors import DataError, counted
+from triaxis.engine.errors import counted
 from triaxis.launch.reads.repeats import ReadSpan, RunReads, reads_of_run
-from triaxis.launch.reads.spans import spans_of
-from triaxis.launch.report.record import RunRecord, read_run
+from triaxis.launch.reads.spans import read_trained, spans_of
+from triaxis.launch.report.record import RunRecord
 from triaxis.launch.start.command_line import CommandParser, print_json
 
 EXAMPLES = """examples:
@@ -40,12 +40,8 @@ def find_repeats(args: argparse.Namespace) -> int:
     Raises:
         DataError: the run's config cannot be read, or the run was trained on random tokens.
     """
-    run = read_run(args.run)
-    if run.config is None:
-        raise DataError(f"{args.run}: {run.config_problem}. What a run reads follows from it.")
-    if run.config.data.synthetic:
-        raise DataError(f"{args.run} was trained on random tokens (data.synthetic), which are of no document.")
-    spans = list(spans_of(run, run.config))
+    run, config = read_trained(args.run)
+    spans = list(spans_of(run, config))
     sources = _Sources()
     found = reads_of_run(spans, sources.open, sources.labels_of)
     allowed = sum({segment.seq_length for span in spans for segment in data_segments(span.config)})

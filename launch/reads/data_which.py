@@ -12,10 +12,10 @@ from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES, load_tokenizer
 from triaxis.engine.data.datasets import open_run_datasets
 from triaxis.engine.data.samples import DocumentPart
-from triaxis.engine.errors import DataError, attempt_name
+from triaxis.engine.errors import attempt_name
 from triaxis.launch.reads.ledger import SampleRead, reads_of_step
-from triaxis.launch.reads.spans import span_of_step
-from triaxis.launch.report.record import RunRecord, read_run
+from triaxis.launch.reads.spans import read_trained, span_of_step
+from triaxis.launch.report.record import RunRecord
 from triaxis.launch.start.command_line import CommandParser, print_json, refuse
 
 EXAMPLES = """examples:
@@ -42,12 +42,7 @@ def which_documents(args: argparse.Namespace) -> int:
         DataError: the run's config cannot be read, or the run was trained on random tokens.
         ConfigError: the run has no such step.
     """
-    run = read_run(args.run)
-    config = run.config
-    if config is None:
-        raise DataError(f"{args.run}: {run.config_problem}. What a step reads follows from it.")
-    if config.data.synthetic:
-        raise DataError(f"{args.run} was trained on random tokens (data.synthetic), which are of no document.")
+    run, config = read_trained(args.run)
     num_steps = planned_steps(config) or 0
     if not 1 <= args.step <= num_steps:
         refuse([f"--step {args.step}: the run has the steps 1 to {num_steps:,}."])
@@ -97,14 +92,11 @@ def _title(step: int, config: Config, run: RunRecord) -> list[str]:
 
 
 def _as_json(read: SampleRead, reader: _Reader | None) -> dict[str, object]:
-    parts = []
-    for part in read.parts:
-        one: dict[str, object] = {"document": part.document, "first": part.first, "length": part.length}
-        parts.append(one if reader is None else {**one, "text": reader.text(part)})
+    texts = [{} if reader is None else {"text": reader.text(part)} for part in read.parts]
     return {
         "position": read.position,
         "sample_id": read.sample_id,
         "corpus": read.corpus,
         "epoch": read.epoch,
-        "parts": parts,
+        "parts": [part._asdict() | text for part, text in zip(read.parts, texts, strict=True)],
     }

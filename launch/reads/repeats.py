@@ -13,6 +13,7 @@ the sum of the different sequence lengths that the run used.
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from triaxis.engine.config.extension import OWN_CORPUS
 from triaxis.engine.config.phases import RunPhase, at_phase, run_phases
@@ -129,7 +130,14 @@ def reads_of_run(
     read: dict[Place, list[tuple[int, int, int]]] = {}
     left_out: dict[Place, list[tuple[int, int, int]]] = {}
     jumps: list[str] = []
-    next_position, num_samples, configs, names = 0, 0, dict[str, Config](), _Names()
+    next_position, num_samples, configs = 0, 0, dict[str, Config]()
+    names: dict[Hashable, str] = {}
+    identity = cache(_identity)
+
+    def name_of(prefix: str) -> str:
+        """Return the name under which a corpus was read first, because attempts may spell its path differently."""
+        return names.setdefault(identity(prefix), prefix)
+
     for span in spans:
         for phase, config, steps in span.parts():
             source = open_source(config, span.skipped)
@@ -140,29 +148,15 @@ def reads_of_run(
                 )
             for step in steps:
                 for one in reads_of_step(step + 1, phase, source, span.skipped):
-                    configs.setdefault(names.of(one.corpus), config)
-                    _add(read, names.of(one.corpus), one, step + 1)
+                    configs.setdefault(name_of(one.corpus), config)
+                    _add(read, name_of(one.corpus), one, step + 1)
             last = phase.samples_before(steps.stop)
             for sample_id in _skipped_between(span.skipped, position, last):
                 one = read_of(source, sample_id, position)
-                _add(left_out, names.of(one.corpus), one, 0)
+                _add(left_out, name_of(one.corpus), one, 0)
             num_samples, next_position = num_samples + last - position, last
     repeats = [repeat for place in sorted(read) for repeat in _overlaps(place, read[place])]
     return RunReads(num_samples, repeats, _epochs(read, left_out, configs, labels_of), jumps)
-
-
-class _Names:
-    """Gives each corpus one name, because attempts may spell a corpus path differently."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, str] = {}
-        self._first: dict[Hashable, str] = {}
-
-    def of(self, prefix: str) -> str:
-        """Return the name under which the corpus was read first."""
-        if prefix not in self._known:
-            self._known[prefix] = self._first.setdefault(_identity(prefix), prefix)
-        return self._known[prefix]
 
 
 def _identity(prefix: str) -> Hashable:

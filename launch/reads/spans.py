@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from triaxis.engine.config.earlier import translated
@@ -11,7 +12,21 @@ from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import DataError
 from triaxis.engine.telemetry.record.events import Event
 from triaxis.launch.reads.repeats import ReadSpan
-from triaxis.launch.report.record import RunRecord
+from triaxis.launch.report.record import RunRecord, read_run
+
+
+def read_trained(path: Path) -> tuple[RunRecord, Config]:
+    """Read a run that was trained on documents, and its configuration.
+
+    Raises:
+        DataError: the run's config cannot be read, or the run was trained on random tokens.
+    """
+    run = read_run(path)
+    if run.config is None:
+        raise DataError(f"{path}: {run.config_problem}. What a run reads follows from it.")
+    if run.config.data.synthetic:
+        raise DataError(f"{path} was trained on random tokens (data.synthetic), which are of no document.")
+    return run, run.config
 
 
 def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:

@@ -3,14 +3,16 @@
 import gzip
 import json
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.launch.cli import main
-from triaxis.launch.commands.prepare import Speed
+from triaxis.launch.commands.prepare import progress_shown
 from triaxis.launch.prepare import prepare as prepare_module
 from triaxis.launch.prepare.parts import Done
 
@@ -112,11 +114,12 @@ def test_each_path_has_a_key_and_the_output_says_what_was_read(capsys: pytest.Ca
     assert "is already prepared" in said(capsys, *words, "--text-key", "rows.ndjson=data.text", "body")
 
 
-def test_a_corpus_is_checked_once_and_its_damage_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corpus_is_checked_and_its_damage_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "prepare", "--input", "texts/a.jsonl.gz", "--text-key", "body", "--output", "one", "--workers", "1")
-    first, again = said(capsys, "data", "check", "one"), said(capsys, "data", "check", "one")
-    assert first == "one: 110 tokens, as its record has it\n  ids 32 to 256; 10 documents end with id 256\n"
-    assert "as an earlier check of this node has read it" in again
+    assert (
+        said(capsys, "data", "check", "one")
+        == "one: 110 tokens, as its record has it\n  ids 32 to 256; 10 documents end with id 256\n"
+    )
     content = bytearray(Path("one.bin").read_bytes())
     content[4:6] = (999).to_bytes(2, "little")
     Path("one.bin").write_bytes(content)
@@ -141,11 +144,13 @@ def test_a_corpus_is_checked_once_and_its_damage_is_named(capsys: pytest.Capture
     assert (found["largest_id"], found["ends"], found["problems"]) == (117, [[32, 10]], [])
 
 
-def test_speed_and_time_left_are_of_this_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_file_gets_a_line_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("triaxis.launch.commands.prepare.time.monotonic", lambda: now[0])
-    speed = Speed(1000)
-    now[0] = 110.0
-    done = Done(num_bytes=600, num_documents=7, num_tokens=300, found_bytes=400, found_tokens=200)
-    assert speed.describe(done) == "7 documents, 300 tokens, 10 tokens/s, 20 s left, 40% from an earlier start"
-    assert speed.describe(Done()) == "0 documents, 0 tokens; the first part is not done yet"
+    out = StringIO()
+    with progress_shown(Console(file=out, soft_wrap=True, highlight=False), 1000) as progress:
+        progress(Done())
+        now[0] = 140.0
+        progress(Done(num_bytes=600, num_documents=7, num_tokens=300, found_bytes=400))
+        progress(Done(num_bytes=601))
+    assert out.getvalue() == "prepare: 60% of 1,000 bytes, 7 documents, 300 tokens, 400 bytes from an earlier start\n"
