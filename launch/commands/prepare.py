@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stdlib:
         inputs = Inputs(stdlib_files(STDLIB_BYTES if args.max_bytes is None else args.max_bytes))
     else:
-        inputs = find_inputs(args.input)
+        inputs = find_inputs(args.input, args.on_bad)
     keys = dict(_keyed(word, args.input) for word in args.text_key)
     key = keys.get(None, AS_NAMED.text_key)
     request = PrepareRequest(

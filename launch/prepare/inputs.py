@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from triaxis.engine.data.corpus.findings import OnBad
 from triaxis.engine.errors import DataError, shown
 from triaxis.engine.storage.elsewhere import how_to_bring, why_no_path
 from triaxis.launch.prepare.readers import READERS, ending_of, is_input_of_folder
+
+NAMES_SHOWN = 5
 
 
 @dataclass(slots=True)
@@ -32,11 +35,12 @@ class Inputs:
     """Number of files in given folders that are not read as inputs, by ending."""
 
 
-def find_inputs(patterns: Sequence[str]) -> Inputs:
+def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
     """Find the files that paths, globs and folders name.
 
     Raises:
         DataError: a pattern matches no input file.
+        DataError: files are empty or unreadable, and `on_bad` is stop.
     """
     found: dict[tuple[int, int], list[tuple[Path, str]]] = {}
     """Each file's names and their patterns, by device and inode."""
@@ -70,6 +74,8 @@ def find_inputs(patterns: Sequence[str]) -> Inputs:
     firsts = [names[0] for names in found.values()]
     inputs.files, inputs.patterns = tuple(path for path, _ in firsts), tuple(pattern for _, pattern in firsts)
     inputs.num_links = sum(len({path for path, _ in names}) - 1 for names in found.values())
+    if on_bad == "stop":
+        _refuse_unusable(inputs.files)
     return inputs
 
 
@@ -92,3 +98,18 @@ def _is_input(path: Path) -> bool:
     An unreadable file with a known ending counts as an input, so that it is reported later.
     """
     return is_input_of_folder(path) if os.access(path, os.R_OK) else ending_of(path) in READERS
+
+
+def _refuse_unusable(files: Sequence[Path]) -> None:
+    for what, wrong in (
+        ("empty", [path for path in files if path.stat().st_size == 0]),
+        ("not readable by this user", [path for path in files if not os.access(path, os.R_OK)]),
+    ):
+        if wrong:
+            more = f" and {len(wrong) - NAMES_SHOWN:,} more" if len(wrong) > NAMES_SHOWN else ""
+            raise DataError(
+                f"{len(wrong):,} of {len(files):,} input files {'is' if len(wrong) == 1 else 'are'} {what}: "
+                f"{', '.join(map(str, wrong[:NAMES_SHOWN]))}{more}. A document without text would be an end-of-document "
+                f"token alone, and the loss of a silently skipped file would go unnoticed. Repair them, leave them out, or "
+                f"count them with --on-bad skip."
+            )
