@@ -19,18 +19,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from benchmarks.published.software import implementation_of
-from triaxis.engine.config.layout import layers_fill_stages, ranks_can_be_listed, sequence_over_cp
-from triaxis.engine.config.model import (
-    ffn_over_tp,
-    heads_fill_hidden,
-    heads_over_tp,
-    kv_heads_over_tp,
-    queries_share_keys,
-    sequence_over_tp,
-    vocabulary_over_tp,
-)
+from triaxis.engine.config.layout import layers_fill_stages, ranks_can_be_listed
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.section import Rule, Subject
+from triaxis.engine.config.sizes import GPT_SHAPES
 from triaxis.engine.config.training import batch_is_whole_microbatches, microbatches_can_be_listed
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, shown
@@ -55,8 +47,7 @@ GPT2_VOCABULARY = 50257
 """Tokens where a GPT's row names none; Megatron-LM pads them to a multiple of 128 tp."""
 
 SHAPES: tuple[Rule, ...] = (
-    *(heads_fill_hidden, queries_share_keys, heads_over_tp, kv_heads_over_tp, ffn_over_tp, vocabulary_over_tp),
-    *(sequence_over_tp, sequence_over_cp, layers_fill_stages, ranks_can_be_listed),
+    *(*GPT_SHAPES, layers_fill_stages, ranks_can_be_listed),
     *(batch_is_whole_microbatches, microbatches_can_be_listed),
 )
 """The rules that hold for any software. Others are of this engine, and stop no prediction of another one's run."""

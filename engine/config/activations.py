@@ -1,16 +1,23 @@
 """The `recompute`, `offload` and `kernels` sections and their rules: what is kept for the backward."""
 
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from triaxis.engine.config.attention_kernels import AttentionKernelName
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.counts import Count
+from triaxis.engine.config.fp8 import BLOCKS
 from triaxis.engine.config.model import MOST_LAYERS
+from triaxis.engine.config.moe import DispatchName
 from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.rows import Found, Row
 from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
+
+if TYPE_CHECKING:  # the tree imports every section
+    from triaxis.engine.config.tree import Config
 
 
 class RecomputeConfig(Section):
@@ -53,6 +60,11 @@ class RecomputeConfig(Section):
     def is_any(self) -> bool:
         """Whether anything is recomputed."""
         return self.granularity != "none" or self.head_tokens is not None
+
+    @property
+    def takes_modules(self) -> bool:
+        """Whether `modules` has an effect."""
+        return self.granularity == "selective" or (self.granularity == "full" and self.method == "block")
 
     @property
     def parts(self) -> frozenset[str]:
@@ -118,203 +130,116 @@ class KernelsConfig(Section):
     experts: Literal["auto", "loop", "grouped"] = Field(
         "auto", description="loop: a GEMM per expert; grouped: torch's grouped GEMM (bf16, fp16, fp32)"
     )
-    dispatch: Literal["auto", "all_gather", "all_to_all"] = Field(
+    dispatch: Literal["auto", DispatchName] = Field(
         "auto",
         description="tokens to experts: gather all of them, or exchange rows; auto: all_gather up to ep = top_k",
     )
 
 
-def recompute_fits_chunk(subject: Subject) -> Iterator[Problem]:
-    recompute = subject.config.recompute
-    if recompute.granularity != "full":
-        if recompute.method != "uniform" or recompute.num_layers != 1:
-            yield subject.problem(
-                "recompute.granularity",
-                "method and num_layers belong to granularity = full: here they would have no effect",
-                {"recompute.granularity": ["full"]},
-                "Or leave them out.",
-            )
-        return
-    if subject.config.schedule.defers_weight_gradients:
-        yield subject.problem(
-            "recompute.granularity",
-            f"recomputes whole layers, but with {_schedule(subject)} the inputs of their GEMMs wait for "
-            "the weight gradients: what is recomputed would be kept after all",
-            {"recompute.granularity": ["selective", "none"], "schedule.name": ["auto"], "schedule.file": [None]},
-        )
-    per_chunk = _layers_of_the_largest_chunk(subject)
-    if recompute.num_layers > per_chunk:
-        yield subject.problem(
-            "recompute.num_layers",
-            f"must be at most {per_chunk}, the layers of the largest model chunk: there are no more to recompute",
-            {"recompute.num_layers": [per_chunk]},
-        )
-
-
-def _schedule(subject: Subject) -> str:
-    schedule = subject.config.schedule
-    return f"schedule.name = {schedule.name}" if schedule.file is None else f"the W of schedule.file = {schedule.file}"
-
-
-def _layers_of_the_largest_chunk(subject: Subject) -> int:
-    config, parallel = subject.config, subject.config.parallel
+def layers_of_the_largest_chunk(config: "Config") -> int:
+    """Count the layers of the model chunk that has most."""
+    parallel, more = config.parallel, config.model.num_mtp_layers
     num_stages, given = parallel.pp * parallel.vpp, parallel.layers_per_stage
-    more = config.model.num_mtp_layers
     if given == "auto" and config.model.num_layers >= num_stages:
         return max(len(stage.layers) for stage in stages_of(config))
     *before, last = given if isinstance(given, list) and given else [-(-config.model.num_layers // num_stages)]
     return max(*before, last + more) if before else last + more
 
 
-def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem if `modules` or `memory_gb` has no effect or is missing."""
-    recompute = subject.config.recompute
-    is_for_layers = recompute.granularity == "selective" or (
-        recompute.granularity == "full" and recompute.method == "block"
+def decides_what_is_gathered(config: "Config") -> bool:
+    """Whether `memory_gb` decides if gathered tensors are kept: the run gathers some whose field is `auto`."""
+    return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
+        config.recompute.gathered_kv == "auto" and starts_from_gathered_keys(config)
     )
-    if recompute.modules is not None and not is_for_layers:
-        yield subject.problem(
-            "recompute.modules",
-            f"belongs to granularity = selective (or full with method = block, for the other layers), not to "
-            f"{recompute.granularity}: it would have no effect",
-            {"recompute.modules": [None], "recompute.granularity": ["selective"]},
-        )
-    elif recompute.modules is not None and len(recompute.modules) != len(recompute.parts):
+
+
+def starts_from_gathered_keys(config: "Config") -> bool:
+    """Whether attention's backward starts from gathered keys and values, which its forward kept or which it gathers again."""
+    # Latents are gathered before the recomputed part, which computes keys and values from them.
+    return gathers_keys(config) and config.kernels.attention != "explicit" and config.model.mla is None
+
+
+def modules_are_named_once(subject: Subject) -> Iterator[Problem]:
+    modules = subject.config.recompute.modules or []
+    if len(set(modules)) < len(modules):
         yield subject.problem(
             "recompute.modules",
             "must name each module once: it is recomputed or not",
-            {"recompute.modules": [sorted(recompute.parts)]},
-        )
-    elif recompute.modules is not None and not recompute.modules and recompute.granularity == "selective":
-        yield subject.problem(
-            "recompute.modules",
-            "must name a module with granularity = selective: nothing would be recomputed",
-            {"recompute.modules": [["attention"], ["norm", "activation"]]},
-            "Or set recompute.granularity=none and leave them out.",
-        )
-    needs = recompute.granularity == "auto"
-    decides = needs or _decides_what_is_gathered(subject)
-    if (recompute.memory_gb is None and needs) or (recompute.memory_gb is not None and not decides):
-        yield subject.problem(
-            "recompute.memory_gb",
-            "must be given with granularity = auto: the memory to fit into would be unknown"
-            if needs
-            else f"is what granularity = auto (and gathered_inputs or gathered_kv = auto, where something is gathered) has to fit "
-            f"into: with {recompute.granularity} it would have no effect",
-            {"recompute.granularity": ["none"] if needs else ["auto"], "recompute.memory_gb": [] if needs else [None]},
-            "Set recompute.memory_gb to what a device holds, less some GB for operators and communication."
-            if needs
-            else "",
+            {"recompute.modules": [sorted(set(modules))]},
         )
 
 
-def _decides_what_is_gathered(subject: Subject) -> bool:
-    """Whether `memory_gb` decides if gathered tensors are kept: the run gathers some whose field is `auto`."""
-    config = subject.config
-    return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
-        config.recompute.gathered_kv == "auto"
-        and gathers_keys(config)
-        and config.kernels.attention != "explicit"
-        and config.model.mla is None
-    )
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part(Row):
+    """A condition without which recomputing a part of a layer saves nothing.
+
+    Attributes:
+        part: entry of `recompute.modules`.
+        is_met: test of the condition.
+        instead: entries that may take its place.
+    """
+
+    key: str = "recompute.modules"
+    part: str
+    is_met: Callable[[Any], bool]
+    instead: tuple[str, ...] = ()
+
+    def broken(self, config: Any, value: Any, default: Any) -> Found | None:
+        if self.part not in config.recompute.parts or self.is_met(config):
+            return None
+        left = [each for name in value or () for each in (self.instead if name == self.part else (name,))]
+        return {}, {self.key: [list(dict.fromkeys(left))]} if left else {"recompute.granularity": ["none"]}
 
 
-def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
-    config = subject.config
-    model, parallel, parts = config.model, config.parallel, config.recompute.parts
-    others = [name for name in config.recompute.modules or [] if name != "rope"]
-    without_rope = {"recompute.modules": [others]} if others else {"recompute.granularity": ["none"]}
-    if "rope" in parts and not any(kind.rotary for kind in model.kinds) and not model.qk_norm:
-        yield subject.problem(
-            "recompute.modules",
-            f"has rope, but with model.position = {model.position} and without qk_norm queries and keys are used as they are "
-            "projected: there is nothing to recompute",
-            without_rope,
-        )
-    elif "rope" in parts and config.kernels.attention == "explicit" and "attention" not in parts:
-        yield subject.problem(
-            "recompute.modules",
-            "has rope, but kernels.attention = explicit keeps copies of queries and keys: recomputing what they were copied from "
-            "would save nothing",
-            {"kernels.attention": ["sdpa"], "recompute.modules": [[*(config.recompute.modules or []), "attention"]]},
-        )
-    # Latents are gathered before the recomputed part, which computes keys and values from them.
-    starts_from_kept = gathers_keys(config) and config.kernels.attention != "explicit" and model.mla is None
-    if "attention" in parts and starts_from_kept:
-        without_attention = [name for name in config.recompute.modules or [] if name != "attention"]
-        yield subject.problem(
-            "recompute.modules",
-            f"has attention, but with parallel.cp = {parallel.cp} its backward starts from what its forward kept: recomputing it "
-            "would gather keys and values once more and save nothing",
-            {"recompute.modules": [without_attention]} if without_attention else {"recompute.granularity": ["none"]},
-        )
-    if "norm" in parts and not model.norms_before:
-        without_norm = [name for name in config.recompute.modules or [] if name != "norm"]
-        yield subject.problem(
-            "recompute.modules",
-            "has norm, but with model.norm_placement = after no norm's output is kept: recomputing it would save nothing",
-            {"recompute.modules": [without_norm]} if without_norm else {"recompute.granularity": ["none"]},
-        )
-    elif "norm" in parts and config.recompute.gathered_inputs == "keep" and parallel.cuts_sequence:
-        without_norm = [name for name in config.recompute.modules or [] if name != "norm"]
-        yield subject.problem(
-            "recompute.modules",
-            "has norm, but with gathered_inputs = keep the outputs of norms are not kept, only the gathered copies: "
-            "recomputing them would save nothing",
-            {"recompute.gathered_inputs": ["regather"]}
-            | ({"recompute.modules": [without_norm]} if without_norm else {}),
-        )
-    if "mlp" in parts and parallel.cuts_sequence:
-        yield subject.problem(
-            "recompute.modules",
-            "has mlp, but with parallel.sequence_parallel its input is cut over the tp ranks: recomputing it would gather the "
-            "sequence once more",
-            {
-                "recompute.modules": [
-                    [name if name != "mlp" else "activation" for name in config.recompute.modules or []]
-                ],
-                "parallel.sequence_parallel": [False],
-            },
-        )
-
-
-def offload_is_of_layers(subject: Subject) -> Iterator[Problem]:
-    num_layers = subject.config.offload.num_layers
-    if num_layers and num_layers > (per_chunk := _layers_of_the_largest_chunk(subject)):
-        yield subject.problem(
-            "offload.num_layers",
-            f"must be at most {per_chunk}, the layers of the largest model chunk: there are no more to offload",
-            {"offload.num_layers": [per_chunk]},
-        )
-
-
-def apex_has_the_form(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each setting that apex's fp32 AdamW kernel does not support, if the run uses that kernel."""
-    precision, name = subject.config.precision, subject.config.optimizer.name
-    if subject.config.kernels.optimizer != "apex":
-        return
-    others = {"kernels.optimizer": ["auto"]}
-    if name != "adamw":
-        yield subject.problem("optimizer.name", "has no kernel of apex here: FusedAdam is AdamW", others)
-    if precision.dtype == "float64":
-        yield subject.problem(
-            "precision.dtype",
-            "is for exact comparisons, and kernels.optimizer = apex computes in fp32: they would not be exact",
-            others,
-        )
-    for field, choice in (("masters", "split"), ("moments", "bf16")):
-        if getattr(precision, field) == choice:
-            yield subject.problem(
-                f"precision.{field}",
-                "is no form of state that kernels.optimizer = apex reads: its masters and moments are in fp32",
-                {f"precision.{field}": ["full"], **others},
-            )
-
-
-ACTIVATION_RULES: tuple[Rule, ...] = (
-    recompute_fits_chunk,
-    recompute_has_its_fields,
-    recomputed_parts_exist,
-    offload_is_of_layers,
-    apex_has_the_form,
+RECOMPUTED_PARTS = (
+    Part(
+        part="rope",
+        is_met=lambda c: c.model.qk_norm or any(kind.rotary for kind in c.model.kinds),
+        rule="has rope, but with model.position = {c.model.position} and without qk_norm queries and keys are used as they are "
+        "projected: there is nothing to recompute",
+    ),
+    Part(
+        part="rope",
+        instead=("rope", "attention"),
+        is_met=lambda c: c.kernels.attention != "explicit" or "attention" in c.recompute.parts,
+        rule="has rope, but kernels.attention = explicit keeps copies of queries and keys: recomputing what they were copied "
+        "from would save nothing",
+        others={"kernels.attention": ["sdpa"]},
+    ),
+    Part(
+        part="attention",
+        is_met=lambda c: not starts_from_gathered_keys(c),
+        rule="has attention, but with parallel.cp = {c.parallel.cp} its backward starts from what its forward kept: recomputing "
+        "it would gather keys and values once more and save nothing",
+    ),
+    Part(
+        part="norm",
+        is_met=lambda c: c.model.norms_before,
+        rule="has norm, but with model.norm_placement = after no norm's output is kept: recomputing it would save nothing",
+    ),
+    Part(
+        part="norm",
+        is_met=lambda c: c.recompute.gathered_inputs != "keep" or not c.parallel.cuts_sequence,
+        rule="has norm, but with gathered_inputs = keep the outputs of norms are not kept, only the gathered copies: recomputing "
+        "them would save nothing",
+        others={"recompute.gathered_inputs": ["regather"]},
+    ),
+    Part(
+        part="mlp",
+        instead=("activation",),
+        is_met=lambda c: not c.parallel.cuts_sequence,
+        rule="has mlp, but with parallel.sequence_parallel its input is cut over the tp ranks: recomputing it would gather the "
+        "sequence once more",
+        others={"parallel.sequence_parallel": [False]},
+    ),
+    Part(
+        part="mlp",
+        instead=("activation",),
+        is_met=lambda c: c.precision.fp8 is None or c.precision.fp8.recipe in BLOCKS or c.parallel.cp == 1,
+        rule="has mlp, but with parallel.cp = {c.parallel.cp} and one FP8 scale per tensor, recomputing it would communicate",
+        others={"precision.fp8.recipe": ["mxfp8", "blockwise"]},
+    ),
 )
+"""What recomputing each part needs."""
+
+ACTIVATION_RULES: tuple[Rule, ...] = (modules_are_named_once, *RECOMPUTED_PARTS)

@@ -23,7 +23,7 @@ from typing_extensions import TypedDict
 from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.counts import no_bool
-from triaxis.engine.config.section import Problem, Rule, Section, Subject
+from triaxis.engine.config.section import LONGEST_SEQUENCE, Problem, Rule, Section, Subject
 
 if TYPE_CHECKING:
     from triaxis.engine.config.model import ModelConfig
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 WITH_EXPERTS: Mapping[str, "KindFields"] = MappingProxyType({"dense": {}, "moe": {"mlp": "moe"}})
 """Layer kinds that every model with `model.moe` has without listing them."""
-
-LONGEST_WINDOW = 2**30
-"""Largest attention window, in keys."""
 
 LONGEST_PATTERN = 10_000
 """Maximum number of layers that `model.layers` may list."""
@@ -48,7 +45,7 @@ class RopeScaling(Section):
     type: Literal["linear", "llama3", "yarn", "longrope"] = Field(description="rule by which frequencies change")
     factor: float | None = Field(None, ge=1, description="how much longer contexts become")
     original_max_position_embeddings: int | None = Field(
-        None, gt=1, le=LONGEST_WINDOW, description="tokens of a context in pretraining"
+        None, gt=1, le=LONGEST_SEQUENCE, description="tokens of a context in pretraining"
     )
     low_freq_factor: float | None = Field(
         None, gt=0, description="llama3: longer waves than original / this are scaled"
@@ -111,7 +108,7 @@ def _given(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return None if scaling is None else scaling.model_dump(mode="json", exclude_defaults=True)
 
 
-Window = Annotated[int, Field(gt=0, le=LONGEST_WINDOW)]
+Window = Annotated[int, Field(gt=0, le=LONGEST_SEQUENCE)]
 RopeBase = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -375,7 +372,7 @@ def scalings_have_their_fields(subject: Subject) -> Iterator[Problem]:
 
 def rotation_fits_heads(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
-    # `rope_pairs` and `sizes_of_mla` report odd sizes.
+    # Rows of `DIVISIONS` report odd sizes.
     if not model.heads_have_a_size or (model.position_kind.is_rotary and model.head_size % 2 and model.mla is None):
         return
     for kind in dict.fromkeys(model.kinds):
@@ -405,19 +402,18 @@ def rotation_fits_heads(subject: Subject) -> Iterator[Problem]:
                 )
 
 
-def rope_fields_have_effect(subject: Subject) -> Iterator[Problem]:
+def kinds_rotate(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each kind with fields of RoPE that do not go with the model's positions or attention."""
     model = subject.config.model
-    if not any(kind.rotary for kind in model.kinds):
-        for name in ("rope_scaling", "rotary_share"):
-            if getattr(model, name) != type(model).model_fields[name].default:
-                value = getattr(model, name)
-                yield Problem(
-                    f"model.{name}",
-                    value.type if isinstance(value, RopeScaling) else value,
-                    f"has no effect with position = {model.position}: nothing rotates",
-                    {f"model.{name}": [type(model).model_fields[name].default], "model.position": ["rope"]},
-                )
     for name, kind in model.layer_kinds.items():
+        if model.mla is not None and kind.get("rotary_share", 1.0) != 1.0:
+            yield Problem(
+                f"model.layer_kinds.{name}.rotary_share",
+                kind["rotary_share"],
+                "has no effect with model.mla: what rotates of a head is model.mla.qk_rope_head_dim",
+                {},
+                "Remove it.",
+            )
         if model.position_kind.has_table and kind.get("position") == "rope":
             yield Problem(
                 f"model.layer_kinds.{name}.position",
@@ -451,7 +447,7 @@ ATTENTION_KIND_RULES: tuple[Rule, ...] = (
     layers_name_kinds,
     scalings_have_their_fields,
     rotation_fits_heads,
-    rope_fields_have_effect,
+    kinds_rotate,
     kernel_has_pattern,
 )
 

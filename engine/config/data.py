@@ -124,19 +124,8 @@ def skipped_samples_are_ranges(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def lengths_belong_to_random_tokens(subject: Subject) -> Iterator[Problem]:
-    data = subject.config.data
-    if data.synthetic_document_length is not None and not data.synthetic:
-        yield subject.problem(
-            "data.synthetic_document_length",
-            "has no effect without data.synthetic: documents of a corpus have lengths of their own",
-            {"data.synthetic_document_length": [None], "data.synthetic": [True]},
-        )
-
-
 DATA_RULES: tuple[Rule, ...] = (
     corpora_are_named,
     split_has_parts,
     skipped_samples_are_ranges,
-    lengths_belong_to_random_tokens,
 )

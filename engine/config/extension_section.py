@@ -198,40 +198,12 @@ def _unfit(spec: object, names: set[str], tp: int) -> str:
     return ""
 
 
-def loss_is_the_whole_loss(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each field that only the built-in loss reads."""
-    config = subject.config
-    if config.model.own.loss is None:
-        return
-    for key, value, without in (
-        ("model.z_loss", config.model.z_loss, 0.0),
-        ("recompute.head_tokens", config.recompute.head_tokens, None),
-    ):
-        if value != without:
-            rule = "is read by the engine's own loss, and model.extension gives another one: it would have no effect"
-            yield subject.problem(key, rule, {key: [without]})
-
-
-CHOSEN = (("schedule", "lr_schedule", "cosine"), ("update", "name", "adamw"))
-"""Extension parts for the optimizer: (part, the `optimizer` field that selects it, a value of the field that does not)."""
-
-
-def chosen_is_given(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem if the config selects the extension's schedule or optimizer rule, and the extension has none."""
-    for part, field_name, other in CHOSEN:
-        key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
-        if chosen == "extension" and getattr(subject.config.model.own, part) is None:
-            yield subject.problem(
-                key, f"needs an Extension({part}=..) in model.extension: there is none", {key: [other]}
-            )
-
-
 def given_is_chosen(subject: Subject) -> Iterator[Problem]:
     """Yield a problem if a run would not use its extension's schedule or update.
 
     Only runs are checked (`models/run_rules.py`), because tools that only read the model use neither.
     """
-    for part, field_name, _ in CHOSEN:
+    for part, field_name in (("schedule", "lr_schedule"), ("update", "name")):
         key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
         if chosen != "extension" and getattr(subject.config.model.own, part) is not None:
             rule = f"is not the {part} of model.extension, which would have no effect"
@@ -254,7 +226,5 @@ def corpora_are_given(subject: Subject) -> Iterator[Problem]:
 
 EXTENSION_RULES: tuple[Rule, ...] = (
     parts_list_their_parameters,
-    loss_is_the_whole_loss,
-    chosen_is_given,
     corpora_are_given,
 )

@@ -1,17 +1,17 @@
-"""The `precision.fp8` section and its rules: linear layers whose GEMMs take FP8 operands."""
+"""The `precision.fp8` section: linear layers whose GEMMs take FP8 operands."""
 
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.layer_products import layer_products
-from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Section
 
 if TYPE_CHECKING:  # the tree imports every section
+    from triaxis.engine.config.attention_kinds import LayerKind
     from triaxis.engine.config.tree import Config
 
 Fp8RecipeName = Literal["tensorwise", "blockwise", "mxfp8"]
@@ -35,7 +35,7 @@ class Fp8Config(Section):
         "auto",
         description="gradients: e5m2 (hybrid) or e4m3; all other tensors are e4m3; auto: hybrid with one scale per tensor",
     )
-    backend: Annotated[Literal["auto", "te", "torch", "emulated"], LAYOUT] = Field(
+    backend: Annotated[Literal["auto", Fp8Backend], LAYOUT] = Field(
         "auto",
         description="te: Transformer Engine's GEMMs; torch: scaled GEMMs; emulated: plain operators on rounded numbers",
     )
@@ -98,222 +98,14 @@ def linears_of(config: "Config", layer: int) -> list[str]:
     return [name.replace(".up", ".gate_up") for name in names] if model.activation_kind.is_gated else names
 
 
-def fp8_has_layers(subject: Subject) -> Iterator[Problem]:
-    fp8, num_layers = subject.config.precision.fp8, subject.config.model.num_layers
-    if fp8 is not None and sum(fp8.bf16_layers) >= num_layers:
-        yield subject.problem(
-            "precision.fp8.bf16_layers",
-            f"must leave one of the {num_layers} layers: none would have FP8 operands, and precision.fp8 no effect",
-            {"precision.fp8.bf16_layers": [[0, 0]]},
-        )
+def fp8_kinds(config: "Config") -> set["LayerKind"]:
+    """The kinds of the layers that have FP8."""
+    return {config.model.layer_kind(layer) for layer in fp8_layers(config)}
 
 
-def fp8_format_has_the_recipe(subject: Subject) -> Iterator[Problem]:
-    fp8 = subject.config.precision.fp8
-    if fp8 is not None and fp8.recipe in BLOCKS and fp8.format == "hybrid":
-        yield subject.problem(
-            "precision.fp8.format",
-            f"is not combined with precision.fp8.recipe = {fp8.recipe}: its GEMMs take e4m3 alone",
-            {"precision.fp8.format": ["auto"], "precision.fp8.recipe": ["tensorwise"]},
-        )
-
-
-def fp8_has_a_wide_dtype(subject: Subject) -> Iterator[Problem]:
-    precision = subject.config.precision
-    if precision.fp8 is None:
-        return
-    if precision.dtype == "fp16":
-        yield subject.problem(
-            "precision.dtype",
-            "is not combined with precision.fp8: gradients of fp16 overflow before they are scaled for FP8",
-            {"precision.dtype": ["bf16"]},
-        )
-    elif precision.fp8.backend in ("te", "torch") and precision.dtype == "float64":
-        yield subject.problem(
-            "precision.fp8.backend",
-            "sums in fp32, and precision.dtype = float64 is for exact comparisons: they would not be exact",
-            {"precision.fp8.backend": ["emulated"]},
-        )
-
-
-def fp8_backend_has_the_recipe(subject: Subject) -> Iterator[Problem]:
-    fp8, device = subject.config.precision.fp8, subject.config.runtime.device
-    if fp8 is not None and fp8.recipe in BLOCKS and fp8.backend == "torch" and device == "cpu":
-        yield subject.problem(
-            "precision.fp8.backend",
-            f"has scales of blocks on GPUs alone, and runtime.device = {device}",
-            {"precision.fp8.backend": ["emulated"], "precision.fp8.recipe": ["tensorwise"]},
-        )
-
-
-def fp8_shapes_fit(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each side of a GEMM's matrices, on one rank, that does not divide into blocks or tiles."""
-    config, fp8 = subject.config, subject.config.precision.fp8
+def fp8_multiple(config: "Config") -> int:
+    """What the sides of a rank's matrices are multiples of in FP8 GEMMs, a block or a tile; 0 if the run's GEMMs take any sides."""
+    fp8 = config.precision.fp8
     if fp8 is None or not fp8_layers(config) or (fp8.recipe == "tensorwise" and fp8.backend == "emulated"):
-        return
-    block = BLOCKS.get(fp8.recipe, TILE)
-    why = "ranks would share a block and its scale" if fp8.recipe in BLOCKS else "an FP8 GEMM takes no other shapes"
-    for side in _sides(config):
-        if side.size % (block * side.ranks) == 0:
-            continue
-        nearest = list(islice(multiples(block * side.ranks, side.size), 2))
-        named = nearest if side.is_field else []
-        yield Problem(
-            side.key,
-            side.value,
-            f"makes {side.size / side.ranks:g} {side.what}, and precision.fp8.recipe = {fp8.recipe} takes multiples of {block}: "
-            f"{why}",
-            {side.key: named},
-            "" if named else f"Nearest that fit in all: {' or '.join(map(str, nearest))}.",
-        )
-
-
-def fp8_gradients_are_whole(subject: Subject) -> Iterator[Problem]:
-    model, parallel = subject.config.model, subject.config.parallel
-    if subject.config.precision.fp8 is not None and model.mla is None and model.kv_heads < parallel.tp:
-        yield subject.problem(
-            "parallel.tp",
-            f"must be at most model.num_kv_heads = {model.kv_heads} with precision.fp8: gradients of a head's keys and values that "
-            "several ranks hold would be rounded in parts, unlike in other layouts",
-            {"parallel.tp": divisors(model.kv_heads, model.kv_heads), "precision.fp8": [None]},
-        )
-
-
-def fp8_copies_are_whole(subject: Subject) -> Iterator[Problem]:
-    if subject.config.precision.fp8 is not None and subject.config.parallel.zero > 2:
-        yield subject.problem(
-            "parallel.zero",
-            "must be at most 2 with precision.fp8: every rank keeps FP8 copies of all its weights, 2 bytes each, so cutting the "
-            "weights would save nothing",
-            {"parallel.zero": [2], "precision.fp8": [None]},
-        )
-
-
-def fp8_scales_are_not_made_twice(subject: Subject) -> Iterator[Problem]:
-    config, fp8 = subject.config, subject.config.precision.fp8
-    if fp8 is None or fp8.recipe in BLOCKS or config.parallel.cp == 1 or "mlp" not in config.recompute.parts:
-        return
-    yield subject.problem(
-        "recompute.modules",
-        f"has mlp, but with parallel.cp = {config.parallel.cp} and one FP8 scale per tensor, recomputing it would communicate",
-        {
-            "recompute.modules": [["activation" if name == "mlp" else name for name in config.recompute.modules or []]],
-            "precision.fp8.recipe": ["mxfp8", "blockwise"],
-        },
-    )
-
-
-def fp8_gathers_what_is_one_tensor(subject: Subject) -> Iterator[Problem]:
-    config, fp8 = subject.config, subject.config.precision.fp8
-    if fp8 is None or fp8.gather == "bf16":
-        return
-    if fp8.recipe in BLOCKS:
-        yield subject.problem(
-            "precision.fp8.gather",
-            f"needs one scale for a tensor, and precision.fp8.recipe = {fp8.recipe}: numbers that were rounded for the forward "
-            "would be rounded once more, in other blocks, for the gradient of the weight",
-            {"precision.fp8.gather": ["bf16"], "precision.fp8.recipe": ["tensorwise"]},
-        )
-    elif not config.parallel.sequence_parallel:
-        yield subject.problem(
-            "precision.fp8.gather",
-            "is about what sequence parallelism gathers, and parallel.sequence_parallel is off: it would have no effect",
-            {"precision.fp8.gather": ["bf16"], "parallel.sequence_parallel": [True]},
-        )
-
-
-def fp8_shares_are_of_fp8(subject: Subject) -> Iterator[Problem]:
-    config = subject.config
-    if config.telemetry.fp8_interval is not None and config.precision.fp8 is None:
-        yield subject.problem(
-            "telemetry.fp8_interval",
-            "counts the numbers that FP8 loses, but precision.fp8 is off: it would count none",
-            {"telemetry.fp8_interval": [None]},
-        )
-
-
-class _Side(NamedTuple):
-    """One side of the matrices in FP8 GEMMs.
-
-    Attributes:
-        key: dotted name of the field that decides the size.
-        value: the field's value.
-        size: length of the side, before it is cut over ranks.
-        ranks: number of ranks that the side is cut over.
-        what: noun phrase for the part on one rank, for the message.
-        is_field: True if the field's value is the size itself.
-    """
-
-    key: str
-    value: int
-    size: int
-    ranks: int
-    what: str
-    is_field: bool = True
-
-
-def _sides(config: "Config") -> Iterator[_Side]:
-    model, tp = config.model, config.parallel.tp
-    layers = [model.layer_kind(layer) for layer in fp8_layers(config)]
-    yield _Side("model.hidden_size", model.hidden_size, model.hidden_size, 1, "numbers per token")
-    heads, kv_heads, mla = model.num_attention_heads, model.kv_heads, model.mla
-    of_heads = "numbers of a token's heads on a rank"
-    yield _Side(
-        "model.num_attention_heads", heads, heads * model.value_size, tp, f"{of_heads} that attention returns", False
-    )
-    if mla is None:
-        yield _Side(
-            "model.num_attention_heads", heads, heads * model.head_size, tp, f"{of_heads} that are queries", False
-        )
-        # With fewer heads than ranks, each rank has one whole head.
-        yield _Side(
-            "model.num_kv_heads",
-            kv_heads,
-            kv_heads * model.head_size,
-            min(tp, kv_heads),
-            f"{of_heads} that are keys",
-            False,
-        )
-    else:
-        if mla.q_lora_rank is not None:
-            yield _Side("model.mla.q_lora_rank", mla.q_lora_rank, mla.q_lora_rank, 1, "numbers of a latent")
-        yield _Side("model.mla.kv_lora_rank", mla.kv_lora_rank, mla.kv_lora_rank, 1, "numbers of a latent")
-        yield _Side(
-            "model.mla.qk_rope_head_dim", mla.qk_rope_head_dim, mla.qk_rope_head_dim, 1, "numbers of a rotated key"
-        )
-        yield _Side(
-            "model.num_attention_heads", heads, heads * mla.qk_head_dim, tp, f"{of_heads} that are queries", False
-        )
-    if any(not kind.has_experts for kind in layers):
-        yield _Side(
-            "model.ffn_hidden_size", model.ffn_size, model.ffn_size, tp, "numbers of the MLP's inner width on a rank"
-        )
-    if model.moe is not None and model.moe.shared_experts and any(kind.has_experts for kind in layers):
-        yield _Side(
-            "model.moe.shared_experts",
-            model.moe.shared_experts,
-            model.moe.shared_size,
-            tp,
-            "numbers of their inner width on a rank",
-            False,
-        )
-    micro, cp = config.train.micro_batch_size, config.parallel.cp
-    # A cp rank has one part from the sequence's front and one from its back; a block holds neighbouring tokens.
-    parts, what = (
-        (1, "tokens of a microbatch") if cp == 1 else (2 * cp, "tokens of a microbatch in one of a cp rank's two parts")
-    )
-    yield _Side("model.seq_length", model.seq_length, micro * model.seq_length, parts, what, micro == 1)
-
-
-FP8_RULES: tuple[Rule, ...] = (
-    fp8_has_layers,
-    fp8_has_a_wide_dtype,
-    fp8_format_has_the_recipe,
-    fp8_backend_has_the_recipe,
-    fp8_shapes_fit,
-    fp8_gradients_are_whole,
-    fp8_copies_are_whole,
-    fp8_scales_are_not_made_twice,
-    fp8_gathers_what_is_one_tensor,
-    fp8_shares_are_of_fp8,
-)
+        return 0
+    return BLOCKS.get(fp8.recipe, TILE)

@@ -8,21 +8,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from triaxis.engine.config.context_parallel import local_kv_heads
+from triaxis.engine.config.context_parallel import Method
 from triaxis.engine.config.model import MOST_LAYERS
 from triaxis.engine.config.plan import partial_batch, product_of_sizes, unfilled_world
 from triaxis.engine.config.schedule_file import ScheduleFile
-from triaxis.engine.config.section import (
-    LAYOUT,
-    OnResume,
-    Problem,
-    Rule,
-    Section,
-    Subject,
-    divisors,
-    multiples,
-    numbers,
-)
+from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, divisors, numbers
 from triaxis.engine.layout.partition import partition
 from triaxis.engine.layout.rank_rules import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes, uneven_replicas
 
@@ -51,7 +41,7 @@ class ParallelConfig(Section):
     cp: int = Field(
         1, gt=0, le=MOST_RANKS, description="context parallel: the tokens of each sample are cut over cp ranks"
     )
-    cp_method: Literal["auto", "all_gather", "ulysses"] = Field(
+    cp_method: Literal["auto", Method] = Field(
         "auto", description="cp: gather keys and values, or exchange tokens for heads; auto: fewest exposed bytes"
     )
     cp_gradients: Literal["run", "accumulation"] = Field(
@@ -201,25 +191,13 @@ def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
 def schedule_file_fits(subject: Subject) -> Iterator[Problem]:
     """Yield a problem for each reason why a schedule file does not fit the run.
 
-    The reasons are: a schedule's name is given too, the file has only forwards, or it has other sizes than the run.
+    It has other sizes than the run, or not one row for each rank.
     """
     config, dp = subject.config, subject.dp
     file = config.schedule.file
     if file is None:
         return
     text, parallel, train = file.text, config.parallel, config.train
-    if config.schedule.name != "auto":
-        yield subject.problem(
-            "schedule.name",
-            "must be auto beside schedule.file: of two schedules, which is meant would be a guess",
-            {"schedule.name": ["auto"], "schedule.file": [None]},
-        )
-    if text.forward_only:
-        yield subject.problem(
-            "schedule.file",
-            "is a schedule of forwards only (forward_only=yes): no gradient would be computed",
-            {"schedule.file": [None]},
-        )
     for name, given in (("pp", text.pp), ("vpp", text.vpp)):
         if getattr(parallel, name) != given:
             yield subject.problem(
@@ -249,42 +227,6 @@ def schedule_file_fits(subject: Subject) -> Iterator[Problem]:
             "train.micro_batch_size": [max(1, train.global_batch_size // (text.num_microbatches * dp))],
             "schedule.file": [None],
         },
-    )
-
-
-def sequence_over_cp(subject: Subject) -> Iterator[Problem]:
-    model, parallel = subject.config.model, subject.config.parallel
-    tp = parallel.tp if parallel.sequence_parallel else 1
-    unit = parallel.cp * math.lcm(2, tp)
-    if parallel.cp == 1 or model.seq_length % unit == 0:
-        return
-    cut = "2 x parallel.cp" if tp == 1 else "2 x parallel.cp, and of parallel.cp x parallel.tp with sequence_parallel,"
-    yield subject.problem(
-        "model.seq_length",
-        f"must be a multiple of {cut} = {unit}: each context-parallel rank holds equally many tokens of every sample, in blocks of "
-        f"early and of late ones, and some would belong to none",
-        {
-            "model.seq_length": multiples(unit, model.seq_length),
-            "parallel.cp": [
-                cp for cp in divisors(model.seq_length, parallel.cp) if model.seq_length % (cp * math.lcm(2, tp)) == 0
-            ],
-            "parallel.sequence_parallel": [False] if tp > 1 and model.seq_length % (2 * parallel.cp) == 0 else [],
-        },
-    )
-
-
-def heads_over_cp(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem if ulysses cannot share out a tensor-parallel rank's key/value heads evenly over cp ranks."""
-    model, parallel = subject.config.model, subject.config.parallel
-    kv_heads = local_kv_heads(subject.config)
-    if parallel.cp_method != "ulysses" or kv_heads % parallel.cp == 0:
-        return
-    yield subject.problem(
-        "parallel.cp_method",
-        f"gives each of parallel.cp = {parallel.cp} ranks whole rows of equally many heads, but a tensor-parallel rank has "
-        f"{kv_heads} key/value head{'s' * (kv_heads > 1)} ({model.kv_heads} over tp {parallel.tp}): some ranks would have none, or "
-        f"a part of one",
-        {"parallel.cp_method": ["all_gather"], "parallel.cp": divisors(kv_heads, parallel.cp)},
     )
 
 
@@ -363,8 +305,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     layers_are_dealt_out,
     schedule_matches_chunks,
     schedule_file_fits,
-    sequence_over_cp,
-    heads_over_cp,
     axes_fill_world,
     replicas_are_even,
     nodes_are_whole,

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from triaxis.engine.config.earlier import translated
 from triaxis.engine.config.extension_section import extension_problem, placed
 from triaxis.engine.config.foreign_names import AND_FIELD, is_foreign, our_value, unknown_key
-from triaxis.engine.config.phases import PhaseFields, fields_of, get_field, put_fields, refused_field
+from triaxis.engine.config.phases import PhaseFields, fields_of, get_field, refused_field, with_fields
 from triaxis.engine.config.section import Rule, Section
 from triaxis.engine.config.shipped import config_path, nearest_names
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
@@ -164,7 +164,7 @@ def _complete_phases(reading: _Reading, config: Config) -> Config:
     """Give every phase each field that any phase has; return the config with the fields of phase `train.phase`, or the first."""
     if not config.phases:
         return config
-    base = config.model_dump(mode="json", exclude={"phases"})
+    base = config.model_copy(update={"phases": []})
     own = [_own_fields(reading, base, entry) for entry in config.phases]
     keys = dict.fromkeys(key for fields in own for key in fields)
     reading.problems += [
@@ -175,16 +175,16 @@ def _complete_phases(reading: _Reading, config: Config) -> Config:
     ]
     completed = []
     for entry, fields in zip(config.phases, own, strict=True):
-        values = _with_fields(base, fields).model_dump(mode="json")
+        values = with_fields(base, fields).model_dump(mode="json")
         completed.append(
             {"name": entry["name"], "until": entry["until"]} | {key: get_field(values, key) for key in keys}
         )
     name = config.train.phase or completed[0]["name"]
     current = next((entry for entry in completed if entry["name"] == name), completed[0])
-    return _with_fields({**base, "phases": completed}, {**fields_of(current), "train.phase": name})
+    return with_fields(base, {**fields_of(current), "phases": completed, "train.phase": name})
 
 
-def _own_fields(reading: _Reading, base: Mapping[str, Any], entry: PhaseFields) -> dict[str, Any]:
+def _own_fields(reading: _Reading, base: Config, entry: PhaseFields) -> dict[str, Any]:
     """Collect a phase's fields as given; record a problem for a field that it cannot have or that has the wrong type."""
     known, fields = list(Config.dotted_names()), dict[str, Any]()
     for key, value in fields_of(entry).items():
@@ -192,18 +192,12 @@ def _own_fields(reading: _Reading, base: Mapping[str, Any], entry: PhaseFields) 
             reading.problems.append(f"phase {entry['name']}: {key}{why}.")
             continue
         try:
-            _with_fields(base, {**fields, key: value})
+            with_fields(base, {**fields, key: value})
         except ValidationError as error:
             reading.problems += [f"phase {entry['name']}: {problem}" for problem in type_problems(error, {})]
         else:
             fields[key] = value
     return fields
-
-
-def _with_fields(tree: Mapping[str, Any], fields: Mapping[str, Any]) -> Config:
-    changed = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
-    put_fields(changed, fields)
-    return Config.model_validate(changed)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

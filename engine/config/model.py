@@ -1,6 +1,5 @@
 """The `model` section and its rules, including those that involve the tensor-parallel size."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -18,22 +17,16 @@ from triaxis.engine.config.attention_kinds import (
 from triaxis.engine.config.extension import NO_COSTS, OURS, Extension, OwnCosts
 from triaxis.engine.config.extension_section import EXTENSION_RULES, ExtensionConfig
 from triaxis.engine.config.layer_kinds import Activation, Norm, Position
-from triaxis.engine.config.mla import MLA_RULES, MLAConfig
+from triaxis.engine.config.mla import MLAConfig
 from triaxis.engine.config.moe import MOE_RULES, MoEConfig
-from triaxis.engine.config.mtp import MTP_RULES, MTPConfig
-from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
+from triaxis.engine.config.mtp import MTPConfig
+from triaxis.engine.config.section import LARGEST_WIDTH, LAYOUT, LONGEST_SEQUENCE, MEANT, Rule, Section
 
 MOST_LAYERS = 10_000
 """Maximum number of transformer layers."""
 
 MOST_HEADS = 2**16
 """Maximum number of query heads, or of key/value heads."""
-
-LARGEST_WIDTH = 2**24
-"""Maximum width, in elements, of the residual stream, the MLP or one head."""
-
-LONGEST_SEQUENCE = 2**30
-"""Maximum number of tokens per training sample."""
 
 LARGEST_VOCABULARY = 2**28
 """Maximum vocabulary size in tokens; also the maximum multiple to which the vocabulary is padded."""
@@ -173,7 +166,7 @@ class ModelConfig(Section):
 
     @property
     def heads_have_a_size(self) -> bool:
-        """Whether the fields determine the head size; if not, `heads_fill_hidden` yields a problem."""
+        """Whether the fields determine the head size; if not, a row of `DIVISIONS` is broken."""
         is_given = self.head_dim is not None or self.mla is not None
         return is_given or self.hidden_size % self.num_attention_heads == 0
 
@@ -235,151 +228,8 @@ class ModelConfig(Section):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
 
-def heads_fill_hidden(subject: Subject) -> Iterator[Problem]:
-    model = subject.config.model
-    if not model.heads_have_a_size:
-        yield subject.problem(
-            "model.hidden_size",
-            f"must be a multiple of num_attention_heads = {model.num_attention_heads} where head_dim is not given: the heads "
-            f"would not fill the width",
-            {
-                "model.hidden_size": multiples(model.num_attention_heads, model.hidden_size),
-                "model.num_attention_heads": divisors(model.hidden_size, model.num_attention_heads),
-            },
-            "Or give model.head_dim.",
-        )
-
-
-def rope_pairs(subject: Subject) -> Iterator[Problem]:
-    model = subject.config.model
-    if model.mla is None and model.position_kind.is_rotary and model.heads_have_a_size and model.head_size % 2:
-        yield Problem(
-            "model.head_dim",
-            model.head_size,
-            "must be even with position = rope: RoPE turns pairs of elements, and one would be left over",
-            {
-                "model.head_dim": multiples(2, model.head_size),
-                "model.num_attention_heads": divisors(model.hidden_size, model.num_attention_heads),
-                "model.position": ["learned"],
-            },
-        )
-
-
-def queries_share_keys(subject: Subject) -> Iterator[Problem]:
-    model = subject.config.model
-    if model.num_attention_heads % model.kv_heads:
-        yield subject.problem(
-            "model.num_kv_heads",
-            f"must divide num_attention_heads = {model.num_attention_heads}: every key/value head serves the same number of "
-            f"query heads, and some query heads would have none",
-            {"model.num_kv_heads": divisors(model.num_attention_heads, model.kv_heads)},
-        )
-
-
-def heads_over_tp(subject: Subject) -> Iterator[Problem]:
-    model, tp = subject.config.model, subject.config.parallel.tp
-    if model.num_attention_heads % tp:
-        yield subject.problem(
-            "model.num_attention_heads",
-            f"must be a multiple of parallel.tp = {tp}: a tensor-parallel rank computes whole heads, and they could not be "
-            f"dealt out evenly",
-            {
-                "model.num_attention_heads": multiples(tp, model.num_attention_heads),
-                "parallel.tp": divisors(model.num_attention_heads, tp),
-            },
-        )
-
-
-def kv_heads_over_tp(subject: Subject) -> Iterator[Problem]:
-    model, tp = subject.config.model, subject.config.parallel.tp
-    if model.num_kv_heads is not None and model.kv_heads % tp and tp % model.kv_heads:
-        yield subject.problem(
-            "model.num_kv_heads",
-            f"must be a multiple of parallel.tp = {tp}, or divide it: each rank holds whole key/value heads, or tp / "
-            f"num_kv_heads neighbours hold replicas of one; here some rank would need parts of two",
-            {
-                "model.num_kv_heads": divisors(model.num_attention_heads, model.kv_heads),
-                "parallel.tp": divisors(model.num_attention_heads, tp),
-            },
-        )
-
-
-def ffn_over_tp(subject: Subject) -> Iterator[Problem]:
-    model, tp = subject.config.model, subject.config.parallel.tp
-    if model.ffn_size % tp:
-        yield Problem(
-            "model.ffn_hidden_size",
-            model.ffn_size,
-            f"must be a multiple of parallel.tp = {tp}: the MLP is cut by columns, and the last ones would belong to no rank",
-            {"model.ffn_hidden_size": multiples(tp, model.ffn_size), "parallel.tp": divisors(model.ffn_size, tp)},
-        )
-
-
-def vocabulary_over_tp(subject: Subject) -> Iterator[Problem]:
-    model, tp = subject.config.model, subject.config.parallel.tp
-    if model.padded_vocab_size % tp:
-        yield subject.problem(
-            "model.vocab_multiple",
-            f"pads vocab_size = {model.vocab_size} to {model.padded_vocab_size}, which must be a multiple of parallel.tp = "
-            f"{tp}: the last rows of the embedding would belong to no rank",
-            {
-                "model.vocab_multiple": multiples(tp, model.vocab_multiple),
-                "parallel.tp": divisors(model.padded_vocab_size, tp),
-            },
-        )
-
-
-def sequence_over_tp(subject: Subject) -> Iterator[Problem]:
-    model, parallel = subject.config.model, subject.config.parallel
-    if parallel.sequence_parallel and model.seq_length % parallel.tp:
-        yield subject.problem(
-            "model.seq_length",
-            f"must be a multiple of parallel.tp = {parallel.tp} with sequence_parallel: each rank holds an equal part of the "
-            f"sequence, and the last tokens would belong to none",
-            {
-                "model.seq_length": multiples(parallel.tp, model.seq_length),
-                "parallel.tp": divisors(model.seq_length, parallel.tp),
-                "parallel.sequence_parallel": [False],
-            },
-        )
-
-
-def vocabulary_holds_tokens(subject: Subject) -> Iterator[Problem]:
-    model, data = subject.config.model, subject.config.data
-    if data.tokenizer == "bytes" and not data.synthetic and model.vocab_size < BYTES_VOCABULARY:
-        yield subject.problem(
-            "model.vocab_size",
-            f"must be at least {BYTES_VOCABULARY} with data.tokenizer = bytes (256 bytes and the end of a document): larger ids "
-            f"would have no embedding",
-            {"model.vocab_size": [BYTES_VOCABULARY]},
-        )
-
-
-def dropout_on_probabilities(subject: Subject) -> Iterator[Problem]:
-    dropout, kernel = subject.config.model.attention_dropout, subject.config.kernels.attention
-    if dropout > 0 and kernel != "explicit":
-        yield subject.problem(
-            "model.attention_dropout",
-            "needs kernels.attention = explicit: the fused kernel draws masks of its own, which depend on the layout and "
-            "cannot be replayed",
-            {"kernels.attention": ["explicit"], "model.attention_dropout": [0.0]},
-        )
-
-
 MODEL_RULES: tuple[Rule, ...] = (
-    heads_fill_hidden,
-    rope_pairs,
-    queries_share_keys,
-    heads_over_tp,
-    kv_heads_over_tp,
-    ffn_over_tp,
-    vocabulary_over_tp,
-    sequence_over_tp,
-    vocabulary_holds_tokens,
-    dropout_on_probabilities,
     *ATTENTION_KIND_RULES,
-    *MLA_RULES,
     *EXTENSION_RULES,
     *MOE_RULES,
-    *MTP_RULES,
 )

@@ -18,18 +18,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+from triaxis.engine.config.section import LARGEST_WIDTH, MEANT, OnResume, Problem, Rule, Section, Subject, divisors
 from triaxis.engine.layout.rank_rules import uneven_experts
 
 if TYPE_CHECKING:
-    from triaxis.engine.config.model import ModelConfig
     from triaxis.engine.config.tree import Config
 
 MOST_EXPERTS = 2**16
 """Maximum number of experts in a layer."""
-
-WIDEST_EXPERT = 2**24
-"""Maximum inner width of an expert, in elements."""
 
 DispatchName = Literal["all_gather", "all_to_all"]
 
@@ -62,7 +58,7 @@ class MoEConfig(Section):
 
     num_experts: int = Field(gt=1, le=MOST_EXPERTS, description="routed experts E of a layer")
     top_k: int = Field(gt=0, le=MOST_EXPERTS, description="experts k of a token")
-    ffn_hidden_size: int = Field(gt=0, le=WIDEST_EXPERT, description="inner width of one expert")
+    ffn_hidden_size: int = Field(gt=0, le=LARGEST_WIDTH, description="inner width of one expert")
     shared_experts: int = Field(
         0, ge=0, le=MOST_EXPERTS, description="experts of this width that every token has, computed as one MLP"
     )
@@ -98,6 +94,11 @@ class MoEConfig(Section):
     def choice_is_of_scores(self) -> bool:
         """Whether each token chooses the experts with its k best scores; `balance.sequence_counts` then makes no difference."""
         return not self.has_bias and self.groups == 1 and not self.force_balanced
+
+    @property
+    def experts_in_group(self) -> int:
+        """Number of experts in each group; 0 if the groups are not equal, which a rule refuses."""
+        return 0 if self.num_experts % self.groups else self.num_experts // self.groups
 
     @property
     def counts_scores(self) -> bool:
@@ -144,22 +145,9 @@ def local_tokens(config: "Config") -> int:
     return train.micro_batch_size * config.model.seq_length // (parallel.cp * parallel.tp)
 
 
-def _moe_layers(model: "ModelConfig") -> int:
-    return sum(kind.has_experts for kind in model.kinds)
-
-
 def experts_have_layers(subject: Subject) -> Iterator[Problem]:
-    model, parallel = subject.config.model, subject.config.parallel
-    if model.moe is None:
-        for name in ("ep", "etp"):
-            if getattr(parallel, name) > 1:
-                yield subject.problem(
-                    f"parallel.{name}",
-                    "cuts experts over ranks, and the model has none: model.moe is not given",
-                    {f"parallel.{name}": [1]},
-                )
-        return
-    if not _moe_layers(model):
+    model = subject.config.model
+    if model.moe is not None and not model.has_experts:
         yield Problem(
             "model.layers",
             model.layers,
@@ -169,73 +157,16 @@ def experts_have_layers(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def experts_are_chosen(subject: Subject) -> Iterator[Problem]:
-    moe = subject.config.model.moe
-    if moe is None:
-        return
-    if moe.num_experts % moe.groups:
-        yield subject.problem(
-            "model.moe.groups",
-            f"must divide num_experts = {moe.num_experts}: groups have equally many experts",
-            {"model.moe.groups": divisors(moe.num_experts, moe.groups)},
-        )
-        return
-    in_group = moe.num_experts // moe.groups
-    if moe.top_groups > moe.groups:
-        yield subject.problem(
-            "model.moe.top_groups",
-            f"must be at most groups = {moe.groups}: a token cannot use more groups than there are",
-            {"model.moe.top_groups": [moe.groups]},
-        )
-    elif moe.top_k > moe.top_groups * in_group:
-        most = moe.top_groups * in_group
-        yield subject.problem(
-            "model.moe.top_k",
-            f"must be at most {most}, the experts that a token may choose from: some choices would be of no expert",
-            {"model.moe.top_k": [most]},
-        )
-    if moe.groups > 1 and moe.group_score == "top2" and in_group < 2:
-        yield subject.problem(
-            "model.moe.group_score",
-            "is the sum of a group's best two experts, and a group has one",
-            {"model.moe.group_score": ["max"]},
-        )
-
-
 def experts_over_ranks(subject: Subject) -> Iterator[Problem]:
-    config, moe = subject.config, subject.config.model.moe
-    if moe is None:
+    parallel, dp = subject.config.parallel, subject.dp
+    if subject.config.model.moe is None:
         return
-    parallel = config.parallel
-    if moe.num_experts % parallel.ep:
-        yield subject.problem(
-            "parallel.ep",
-            f"must divide model.moe.num_experts = {moe.num_experts}: each rank holds equally many experts",
-            {"parallel.ep": divisors(moe.num_experts, parallel.ep)},
-        )
     if parallel.etp not in (1, parallel.tp):
         yield subject.problem(
             "parallel.etp",
             f"must be 1 or parallel.tp = {parallel.tp}: an expert is whole on a rank, or cut like other layers",
             {"parallel.etp": [1, parallel.tp]},
         )
-    elif moe.ffn_hidden_size % parallel.etp:
-        yield subject.problem(
-            "model.moe.ffn_hidden_size",
-            f"must be a multiple of parallel.etp = {parallel.etp}: the last columns of an expert would belong to no rank",
-            {
-                "model.moe.ffn_hidden_size": multiples(parallel.etp, moe.ffn_hidden_size),
-                "parallel.etp": divisors(moe.ffn_hidden_size, parallel.etp),
-            },
-        )
-    if moe.shared_experts and (moe.shared_experts * moe.ffn_hidden_size) % parallel.tp:
-        yield subject.problem(
-            "model.moe.shared_experts",
-            f"makes an MLP of width {moe.shared_experts * moe.ffn_hidden_size}, which must be a multiple of parallel.tp = "
-            f"{parallel.tp}: its last columns would belong to no rank",
-            {"model.moe.shared_experts": multiples(parallel.tp, moe.shared_experts)},
-        )
-    dp = subject.dp
     if dp is not None and (rule := uneven_experts(parallel.tp * parallel.cp * dp, parallel.ep, parallel.etp)):
         yield subject.problem(
             "parallel.ep",
@@ -244,51 +175,4 @@ def experts_over_ranks(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def tokens_over_tp(subject: Subject) -> Iterator[Problem]:
-    model, parallel = subject.config.model, subject.config.parallel
-    if model.moe is None or parallel.sequence_parallel or model.seq_length % (parallel.cp * parallel.tp) == 0:
-        return
-    yield subject.problem(
-        "model.seq_length",
-        f"must be a multiple of parallel.cp x parallel.tp = {parallel.cp * parallel.tp}: layers with experts deal the tokens out "
-        f"over tensor-parallel ranks, and the last ones would belong to none",
-        {"model.seq_length": multiples(parallel.cp * parallel.tp, model.seq_length)},
-    )
-
-
-def experts_have_no_bias(subject: Subject) -> Iterator[Problem]:
-    model = subject.config.model
-    if model.moe is not None and model.bias == "all":
-        yield subject.problem(
-            "model.bias",
-            "has biases in every linear layer, and experts have none: which layers are meant would be a guess",
-            {"model.bias": ["none", "qkv"]},
-        )
-
-
-def dispatch_has_effect(subject: Subject) -> Iterator[Problem]:
-    config = subject.config
-    if config.model.moe is None:
-        for name in ("experts", "dispatch"):
-            if getattr(config.kernels, name) != "auto":
-                yield subject.problem(
-                    f"kernels.{name}",
-                    "has no effect without experts: model.moe is not given",
-                    {f"kernels.{name}": ["auto"]},
-                )
-    elif config.model.moe.row_headroom is not None and dispatch_of(config) != "all_gather":
-        yield subject.problem(
-            "model.moe.row_headroom",
-            "is the size of a buffer that only dispatch by all_gather has: it would have no effect",
-            {"model.moe.row_headroom": [None], "kernels.dispatch": ["all_gather"]},
-        )
-
-
-MOE_RULES: tuple[Rule, ...] = (
-    experts_have_layers,
-    experts_are_chosen,
-    experts_over_ranks,
-    tokens_over_tp,
-    experts_have_no_bias,
-    dispatch_has_effect,
-)
+MOE_RULES: tuple[Rule, ...] = (experts_have_layers, experts_over_ranks)

@@ -1,4 +1,4 @@
-"""The `model.mtp` section and its rules: multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2).
+"""The `model.mtp` section: multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2).
 
     h0_i = final_norm(last layer)_i
     hk_i = norm_k(layer_k(W_k [norm(embedding(t_{i+k})), norm(h(k-1)_i)]))          k = 1 .. num_layers
@@ -13,12 +13,11 @@ those tokens must also lie in token i's document. Lk is the mean over the global
 batch size x s (2412.19437, equation 24). The printed loss is L0; evaluation and generation skip these layers.
 """
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
-from triaxis.engine.config.section import MEANT, Problem, Rule, Section, Subject
+from triaxis.engine.config.section import MEANT, Section
 
 MOST_AHEAD = 16
 """Maximum number of multi-token prediction layers."""
@@ -33,26 +32,3 @@ class MTPConfig(Section):
     loss_weight: Annotated[float, MEANT] = Field(
         0.3, gt=0, description="factor of the mean of their losses, trained but not printed as the loss (DeepSeek-V3)"
     )
-
-
-def tokens_lie_ahead(subject: Subject) -> Iterator[Problem]:
-    model = subject.config.model
-    if model.mtp is not None and model.seq_length <= model.mtp.num_layers:
-        yield subject.problem(
-            "model.seq_length",
-            f"must be above model.mtp.num_layers = {model.mtp.num_layers}: no token of a sample would have another so far ahead",
-            {"model.seq_length": [model.mtp.num_layers + 1]},
-        )
-
-
-def embeddings_have_no_table(subject: Subject) -> Iterator[Problem]:
-    model = subject.config.model
-    if model.mtp is not None and model.position_kind.has_table:
-        yield subject.problem(
-            "model.position",
-            "does not go with model.mtp: the embedding of a token ahead would need a row of the table, which is on the first stage",
-            {"model.position": ["rope"]},
-        )
-
-
-MTP_RULES: tuple[Rule, ...] = (tokens_lie_ahead, embeddings_have_no_table)

@@ -29,21 +29,11 @@ def phases_follow_each_other(subject: Subject) -> Iterator[Problem]:
             )
     if config.phases and config.train.phase not in (None, *seen):
         yield subject.problem("train.phase", f"must be one of the phases {', '.join(sorted(seen))}")
-    if not config.phases and config.train.phase is not None:
-        yield subject.problem(
-            "train.phase", "names a phase, and the run has none: it would have no effect", {"train.phase": [None]}
-        )
 
 
 def phases_can_change(subject: Subject) -> Iterator[Problem]:
     """Yield a problem for each field whose value does not allow several phases, or phases with different batch sizes or lengths."""
     config, phases = subject.config, run_phases(subject.config)
-    if len(config.phases) > 1 and not config.checkpoint.saves:
-        yield subject.problem(
-            "checkpoint.interval",
-            "saves nothing, and a run of several phases is saved at the edge of each: the next one begins from there",
-            {"checkpoint.interval": [None, 1000]},
-        )
     sizes = {phase.tokens_per_step for phase in phases}
     if len(sizes) > 1:
         for key, tokens in (("warmup_steps", "warmup_tokens"), ("decay_steps", None)):

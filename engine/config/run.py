@@ -8,7 +8,7 @@ from pydantic import Field, create_model, field_validator
 
 from triaxis.engine.config.counts import Count, count
 from triaxis.engine.config.places import LONGEST_NAME, LocalPath
-from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
+from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
 from triaxis.engine.layout.rank_rules import MOST_RANKS
 from triaxis.engine.storage.redaction import REDACTED, why_secret, without_secrets
 
@@ -150,31 +150,6 @@ class RuntimeConfig(Section):
         return self.timeout_seconds / 2 if self.hang_seconds is None else self.hang_seconds
 
 
-def weights_come_from_somewhere(subject: Subject) -> Iterator[Problem]:
-    checkpoint = subject.config.checkpoint
-    if checkpoint.load_what == "weights" and checkpoint.load is None:
-        yield subject.problem(
-            "checkpoint.load_what",
-            "says what to take from checkpoint.load, which is null: the run would start from random weights",
-            {"checkpoint.load_what": ["all"]},
-            "Or give checkpoint.load=PATH.",
-        )
-
-
-def kept_steps_are_saved(subject: Subject) -> Iterator[Problem]:
-    checkpoint = subject.config.checkpoint
-    if checkpoint.keep_every is None:
-        return
-    every = checkpoint.every
-    if every is None or checkpoint.keep_every % every:
-        yield subject.problem(
-            "checkpoint.keep_every",
-            f"must be a multiple of checkpoint.interval = {checkpoint.interval or 'null'}: other steps are never saved, so none of "
-            "them would be kept",
-            {"checkpoint.keep_every": [None] if every is None else multiples(every, checkpoint.keep_every)},
-        )
-
-
 def accepted_fields_exist(subject: Subject) -> Iterator[Problem]:
     accepted = subject.config.checkpoint.accept
     unknown = [name for name in accepted if name not in set(type(subject.config).dotted_names())]
@@ -185,28 +160,6 @@ def accepted_fields_exist(subject: Subject) -> Iterator[Problem]:
             "would still be refused",
             {},
             "Copy them from the message that refused them, such as optimizer.lr.",
-        )
-
-
-def rollback_has_a_checkpoint(subject: Subject) -> Iterator[Problem]:
-    config = subject.config
-    if config.resilience.on_nonfinite == "rollback" and config.checkpoint.every is None:
-        yield subject.problem(
-            "resilience.on_nonfinite",
-            f"goes back to a checkpoint, but checkpoint.interval = {config.checkpoint.interval or 'null'} saves none on the way: "
-            "the first bad step would end the run",
-            {"resilience.on_nonfinite": ["stop", "skip"], "checkpoint.interval": [100]},
-        )
-
-
-def window_is_of_a_limit(subject: Subject) -> Iterator[Problem]:
-    resilience = subject.config.resilience
-    default = ResilienceConfig.model_fields["skip_window"].default
-    if resilience.skip_above_deviations is None and resilience.skip_window != default:
-        yield subject.problem(
-            "resilience.skip_window",
-            "is the number of updates that skip_above_deviations looks back on, and that is null: it would have no effect",
-            {"resilience.skip_window": [default], "resilience.skip_above_deviations": [6.0]},
         )
 
 
@@ -245,7 +198,7 @@ def places_hold_no_secret(subject: Subject) -> Iterator[Problem]:
     config = subject.config
     places = (("runtime.runs_dir", config.runtime.runs_dir, "runs"), ("checkpoint.dir", config.checkpoint.dir, None))
     for key, place, default in places:
-        if place is not None and (why := why_secret(place)):
+        if place not in (None, default) and (why := why_secret(place)):
             yield Problem(key, without_secrets(place), why, {key: [default]})
 
 
@@ -263,24 +216,9 @@ def hang_is_seen_before_the_timeout(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def collectives_reach_the_device(subject: Subject) -> Iterator[Problem]:
-    runtime = subject.config.runtime
-    if runtime.collectives == "nccl" and runtime.device == "cpu":
-        yield subject.problem(
-            "runtime.collectives",
-            "moves tensors of GPUs only, but runtime.device = cpu: the first call would fail on every rank",
-            {"runtime.collectives": ["auto", "gloo"], "runtime.device": ["auto", "cuda"]},
-        )
-
-
 RUN_RULES: tuple[Rule, ...] = (
-    weights_come_from_somewhere,
-    kept_steps_are_saved,
     accepted_fields_exist,
-    rollback_has_a_checkpoint,
-    window_is_of_a_limit,
     name_is_a_folder,
     places_hold_no_secret,
     hang_is_seen_before_the_timeout,
-    collectives_reach_the_device,
 )

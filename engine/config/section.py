@@ -23,6 +23,12 @@ from triaxis.engine.config.plan import data_parallel_size
 if TYPE_CHECKING:  # the tree imports every section
     from triaxis.engine.config.tree import Config
 
+LARGEST_WIDTH = 2**24
+"""Maximum width in elements: of the residual stream, the MLP, an expert, a head or a latent."""
+
+LONGEST_SEQUENCE = 2**30
+"""Maximum number of tokens in a sample, a window or a context."""
+
 MOST_DIVIDED = 10_000
 """Largest number that `divisors` tries as a divisor; each divisor found also gives the larger one, number // divisor."""
 
@@ -130,10 +136,7 @@ class Subject:
 
     def problem(self, key: str, rule: str, candidates: Candidates | None = None, advice: Advice = "") -> "Problem":
         """Build a field's `Problem`, with the field's value in the config."""
-        value: Any = self.config
-        for name in key.split("."):
-            value = getattr(value, name)
-        return Problem(key, value, rule, candidates or {}, advice)
+        return Problem(key, value_of(self.config, key), rule, candidates or {}, advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,14 @@ Rule = Callable[[Subject], Iterator[Problem]]
 
 
 _Section = TypeVar("_Section", bound=Section)
+
+
+def value_of(section: Section | None, dotted: str) -> Any:
+    """Return the value of a field, such as `train.steps`; None if its section is not given."""
+    value: Any = section
+    for name in dotted.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 def with_value(section: _Section, dotted: str, value: object) -> _Section:

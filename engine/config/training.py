@@ -8,11 +8,11 @@ from pydantic import Field
 
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.ema import EmaConfig
-from triaxis.engine.config.fp8 import FP8_RULES, Fp8Config
+from triaxis.engine.config.fp8 import Fp8Config
 from triaxis.engine.config.groups import GROUP_RULES, GroupFields
-from triaxis.engine.config.loss_scale import LOSS_SCALE_RULES, LossScaleConfig
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
-from triaxis.engine.config.plan import partial_batch, planned_steps, planned_tokens
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.optimizer_kinds import OptimizerName
+from triaxis.engine.config.plan import partial_batch
 from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_STEPS = 2**40
@@ -20,11 +20,6 @@ MOST_STEPS = 2**40
 
 MOST_MICROBATCHES = 2**17
 """Maximum microbatches per pipeline and step: a schedule lists a forward and a backward for each."""
-
-LARGEST_BETA_IN_BF16 = 0.99
-"""Largest beta for a bf16 moment. With 8 significant bits, a moment stops moving once it is within a share 2^-9 / (1 - beta) of the
-mean that it tracks: 20 % at this beta."""
-
 
 DECAYS = ("cosine", "linear")
 """Schedules that decay from the end of the warm-up on; the others may have a cooldown."""
@@ -175,193 +170,8 @@ def microbatches_can_be_listed(subject: Subject) -> Iterator[Problem]:
         )
 
 
-def run_has_one_length(subject: Subject) -> Iterator[Problem]:
-    train, phases = subject.config.train, subject.config.phases
-    if phases:
-        for key in ("steps", "tokens"):
-            if getattr(train, key) is not None:
-                yield subject.problem(
-                    f"train.{key}",
-                    f"the phases are given too, and the last one ends the run at {phases[-1]['until']:,} tokens: one of both would "
-                    "be ignored",
-                    {f"train.{key}": [None]},
-                )
-        return
-    if train.steps is None and train.tokens is None:
-        yield subject.problem(
-            "train.steps",
-            "train.steps or train.tokens must be given: the run would have no end, and the learning rate no schedule",
-            advice="Set one of them.",
-        )
-    if train.steps is not None and train.tokens is not None:
-        yield subject.problem(
-            "train.steps",
-            f"train.tokens = {train.tokens} is given too: both say how long the run is, and one would be ignored",
-            {"train.steps": [None], "train.tokens": [None]},
-        )
-
-
-def warmup_ends(subject: Subject) -> Iterator[Problem]:
-    optimizer, num_steps = subject.config.optimizer, planned_steps(subject.config)
-    if num_steps is not None and optimizer.warmup_steps > num_steps:
-        yield subject.problem(
-            "optimizer.warmup_steps",
-            f"must be at most the {num_steps} steps of the run: it would end before the learning rate reaches its peak",
-            {"optimizer.warmup_steps": [num_steps], "train.steps": [optimizer.warmup_steps]},
-        )
-    if optimizer.warmup_tokens is not None:
-        yield from _warmup_in_tokens(subject)
-    if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
-        yield subject.problem(
-            "optimizer.decay_steps",
-            f"must be more than warmup_steps = {optimizer.warmup_steps}: the decay would end before it begins",
-            {"optimizer.decay_steps": [optimizer.warmup_steps + 1, None]},
-        )
-
-
-def _warmup_in_tokens(subject: Subject) -> Iterator[Problem]:
-    optimizer, num_tokens = subject.config.optimizer, planned_tokens(subject.config)
-    if optimizer.warmup_steps:
-        yield subject.problem(
-            "optimizer.warmup_tokens",
-            f"warmup_steps = {optimizer.warmup_steps} is given too: both say how long the warm-up is, and one would be ignored",
-            {"optimizer.warmup_tokens": [None], "optimizer.warmup_steps": [0]},
-        )
-    if num_tokens is not None and optimizer.warmup_tokens is not None and optimizer.warmup_tokens > num_tokens:
-        yield subject.problem(
-            "optimizer.warmup_tokens",
-            f"must be at most the {num_tokens:,} tokens of the run: it would end before the learning rate reaches its peak",
-            {"optimizer.warmup_tokens": [num_tokens]},
-        )
-
-
-def cooldown_ends_the_run(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each cooldown or decay field that has no effect or does not fit into the run."""
-    config, optimizer = subject.config, subject.config.optimizer
-    name, cooldown = optimizer.lr_schedule, optimizer.cooldown_tokens
-    if name == "extension":
-        return  # an extension's schedule may read any field
-    if name not in DECAYS and optimizer.decay_steps is not None:
-        yield subject.problem(
-            "optimizer.decay_steps",
-            f"has no effect with lr_schedule = {name}, which does not decay from the warm-up on",
-            {"optimizer.decay_steps": [None], "optimizer.lr_schedule": list(DECAYS)},
-        )
-    if cooldown is None:
-        if name == "wsd":
-            yield subject.problem(
-                "optimizer.cooldown_tokens",
-                "must be given with lr_schedule = wsd: the length of the last fall would be a guess",
-                {"optimizer.lr_schedule": ["constant"]},
-                "A tenth to a fifth of the run is usual.",
-            )
-        if optimizer.cooldown_shape != "linear":
-            yield subject.problem(
-                "optimizer.cooldown_shape",
-                "is the shape of a fall of cooldown_tokens, which is not given: it would have no effect",
-                {"optimizer.cooldown_shape": ["linear"]},
-            )
-        return
-    if name in (*DECAYS, "constant"):
-        yield subject.problem(
-            "optimizer.cooldown_tokens",
-            f"is the fall at the end of wsd or inverse_sqrt, and lr_schedule = {name}: it would have no effect",
-            {"optimizer.cooldown_tokens": [None], "optimizer.lr_schedule": ["wsd", "inverse_sqrt"]},
-        )
-        return
-    num_tokens = planned_tokens(config)
-    if num_tokens is None:
-        return
-    step_tokens = config.train.global_batch_size * config.model.seq_length
-    warmup = optimizer.warmup_steps * step_tokens if optimizer.warmup_tokens is None else optimizer.warmup_tokens
-    if warmup + cooldown > num_tokens:
-        yield subject.problem(
-            "optimizer.cooldown_tokens",
-            f"must be at most {max(0, num_tokens - warmup):,}, the tokens of the run behind the warm-up: the fall would begin "
-            "before the learning rate reaches its peak",
-            {"optimizer.cooldown_tokens": [num_tokens - warmup]},
-        )
-
-
-def decay_goes_down(subject: Subject) -> Iterator[Problem]:
-    optimizer = subject.config.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield subject.problem(
-            "optimizer.min_lr",
-            f"must be at most lr = {optimizer.lr:g}: the learning rate would rise at the end",
-            {"optimizer.min_lr": [optimizer.lr / 10], "optimizer.lr": [optimizer.min_lr]},
-        )
-    if (
-        optimizer.min_lr > 0
-        and optimizer.lr_schedule not in (*DECAYS, "extension")
-        and optimizer.cooldown_tokens is None
-    ):
-        yield subject.problem(
-            "optimizer.min_lr",
-            f"has no effect with lr_schedule = {optimizer.lr_schedule} without a cooldown: the learning rate does not fall to it",
-            {"optimizer.min_lr": [0.0], "optimizer.lr_schedule": list(DECAYS)},
-        )
-
-
-def bucket_holds_a_number(subject: Subject) -> Iterator[Problem]:
-    element_bytes = 8 if subject.config.precision.dtype == "float64" else 4
-    bucket_bytes = subject.config.optimizer.bucket_bytes
-    if bucket_bytes < element_bytes:
-        yield subject.problem(
-            "optimizer.bucket_bytes",
-            f"must hold at least one main grad of {element_bytes} bytes: no bucket would ever fill",
-            {"optimizer.bucket_bytes": [element_bytes, 64 * 2**20]},
-        )
-
-
-def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
-    precision, optimizer = subject.config.precision, subject.config.optimizer
-    for key, value in (("masters", "split"), ("moments", "bf16"), ("gradients", "bf16")):
-        if getattr(precision, key) == value and precision.dtype != "bf16":
-            yield subject.problem(
-                f"precision.{key}",
-                f"is for weights in bf16, but precision.dtype = {precision.dtype}: there gradients and optimizer state are as "
-                "exact as the weights",
-                {f"precision.{key}": ["full"], "precision.dtype": ["bf16"]},
-            )
-    if precision.moments == "bf16":
-        for key in (moment.decay for moment in OPTIMIZERS[optimizer.name].moments.values()):
-            beta = getattr(optimizer, key)
-            if beta > LARGEST_BETA_IN_BF16:
-                yield subject.problem(
-                    f"optimizer.{key}",
-                    f"must be at most {LARGEST_BETA_IN_BF16} with precision.moments = bf16: a step changes the moment by less than "
-                    "half of its last bit unless it is far off, so it would stand still",
-                    {f"optimizer.{key}": [LARGEST_BETA_IN_BF16], "precision.moments": ["full"]},
-                )
-
-
-def fields_are_of_the_optimizer(subject: Subject) -> Iterator[Problem]:
-    optimizer = subject.config.optimizer
-    if optimizer.name == "extension":
-        return
-    for other in OPTIMIZERS.values():
-        for key in sorted(other.fields.keys() - OPTIMIZERS[optimizer.name].fields.keys()):
-            value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default
-            if value != default:
-                yield subject.problem(
-                    f"optimizer.{key}",
-                    f"is a field of {other.title}, and optimizer.name = {optimizer.name}: it would have no effect",
-                    {f"optimizer.{key}": [default]},
-                )
-
-
 TRAINING_RULES: tuple[Rule, ...] = (
     batch_is_whole_microbatches,
     microbatches_can_be_listed,
-    run_has_one_length,
-    warmup_ends,
-    cooldown_ends_the_run,
-    decay_goes_down,
-    bucket_holds_a_number,
-    narrow_state_fits,
-    *LOSS_SCALE_RULES,
-    *FP8_RULES,
     *GROUP_RULES,
-    fields_are_of_the_optimizer,
 )

@@ -27,11 +27,13 @@ from triaxis.engine.config.activations import ACTIVATION_RULES, KernelsConfig, O
 from triaxis.engine.config.data import DATA_RULES, DataConfig
 from triaxis.engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
 from triaxis.engine.config.model import MODEL_RULES, ModelConfig
+from triaxis.engine.config.needs import NEEDS
 from triaxis.engine.config.optimizer_kinds import StateKind, state_kinds
 from triaxis.engine.config.phase_rules import PHASE_RULES
 from triaxis.engine.config.phases import PhaseFields, at_phase
 from triaxis.engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
 from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, Verdict, with_value
+from triaxis.engine.config.sizes import DIVISIONS, LIMITS
 from triaxis.engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
 from triaxis.engine.config.training import TRAINING_RULES, EvalConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from triaxis.engine.errors import ConfigError
@@ -76,16 +78,19 @@ class Config(Section):
 
 
 RULES: tuple[Rule, ...] = (
+    *DIVISIONS,
     *MODEL_RULES,
     *DATA_RULES,
     *LAYOUT_RULES,
+    *LIMITS,
+    *NEEDS,
     *TRAINING_RULES,
     *ACTIVATION_RULES,
     *RUN_RULES,
     *TELEMETRY_RULES,
     *PHASE_RULES,
 )
-"""The rules that need only the configuration, by section."""
+"""The rules that need only the configuration: three tables of them, and others by section."""
 
 
 def problems(

@@ -16,10 +16,10 @@ from triaxis.engine.config.layout import (
     RUNS_IN_A_V,
     ParallelConfig,
     schedule_problems,
-    sequence_over_cp,
 )
 from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
 from triaxis.engine.config.section import Subject, divisors
+from triaxis.engine.config.sizes import SEQUENCE_OVER_RANKS
 from triaxis.engine.config.tree import RULES, Config, broken_keys
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.cut import Memo
@@ -62,9 +62,9 @@ def legal_layouts(config: Config, cluster: Cluster, illegal: Counter[str]) -> It
             whole = config.parallel.model_copy(
                 update={"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sequence_parallel": is_cut, "ep": ep, "etp": etp}
             )
-            # A rule about these sizes alone, which most sizes of cp break.
+            # Rules about these sizes alone, which most sizes of cp break.
             coarse = Subject(config.model_copy(update={"parallel": whole}), n, per_node)
-            if any(sequence_over_cp(coarse)):
+            if any(problem for rule in SEQUENCE_OVER_RANKS for problem in rule(coarse)):
                 illegal["model.seq_length"] += len(of_pipeline)
                 continue
             yield from _of_pipeline(config, cluster, whole, of_pipeline, illegal)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from triaxis.engine.config.activations import RecomputeConfig, recomputed_parts_exist
+from triaxis.engine.config.activations import RECOMPUTED_PARTS, RecomputeConfig
 from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.section import Subject
@@ -78,7 +78,7 @@ def part_is_legal(config: Config, part: str) -> bool:
     """Whether the configuration's rules allow the part to be recomputed alone."""
     alone = choice_for_layers(config.recompute, granularity="selective", modules=[part])
     subject = Subject(config.model_copy(update={"recompute": alone}), None, None)
-    return not any(recomputed_parts_exist(subject))
+    return not any(problem for rule in RECOMPUTED_PARTS for problem in rule(subject))
 
 
 def _saved(config: Config, sizes: ParallelSizes, kept: Sequence[Term], part: str) -> Fraction:

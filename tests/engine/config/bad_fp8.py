@@ -46,7 +46,7 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "tokens of two samples between blocks": (
         ["precision.fp8={recipe: mxfp8}", "model.seq_length=24", "train.micro_batch_size=2"],
         {},
-        ["model.seq_length = 24", "48 tokens of a microbatch", "Nearest that fit in all: 32 or 64."],
+        ["model.seq_length = 24", "48 tokens of a microbatch", "model.seq_length = 32 or 64."],
     ),
     "an inner width that a rank has in part of a block": (
         [
@@ -74,7 +74,7 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         [
             "model.seq_length = 64",
-            "16 tokens of a microbatch in one of a cp rank's two parts",
+            "16 tokens of a microbatch in each part of the sequence that a rank has",
             "model.seq_length = 128",
         ],
     ),

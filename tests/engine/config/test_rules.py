@@ -58,7 +58,8 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
                 "a kind that exists",
                 "a kind without its section",
                 "a group that freezes and updates",
-                "tokens of two samples between blocks",
+                "a kind's share of latents",
+                "a kind that rotates beside a table",
                 "a parameter of a part that tp cannot cut",
                 "a corpus that no extension gives",
             ),
@@ -89,8 +90,8 @@ def test_every_rule_is_broken_by_some_bad_config() -> None:
     seen = set()
     for changes, cluster, _ in BAD.values():
         subject = Subject(config_with(*changes), cluster.get("world_size"), cluster.get("ranks_per_node"))
-        seen |= {rule.__name__ for rule in RULES if list(rule(subject))}
-    assert seen == {rule.__name__ for rule in RULES}
+        seen |= {rule for rule in RULES if list(rule(subject))}
+    assert not [rule for rule in RULES if rule not in seen]
 
 
 @pytest.mark.parametrize(

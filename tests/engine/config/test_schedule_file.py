@@ -75,7 +75,7 @@ def test_another_file_is_a_matter_of_speed_on_resume(write: Write) -> None:
         (ROWS, ("parallel.pp=4",), ["parallel.pp = 4: must be 2", "Nearest legal: parallel.pp = 2"]),
         (ROWS, ("parallel.vpp=2",), ["parallel.vpp = 2: must be 1"]),
         (ROWS, ("train.global_batch_size=32",), ["8 microbatches", "a step of 4", "global_batch_size = 16"]),
-        (ROWS, ("recompute.granularity=full",), ["the W of schedule.file", "granularity = selective or none"]),
+        (ROWS, ("recompute.granularity=full",), ["and schedule.file = ", "granularity = selective or none"]),
         (ROWS[:1], (), ["has 1 rows for its pp=2"]),
         ((ROWS[0], ROWS[1].removesuffix(" 0B3")), (), ["rank 1 never runs 0B3"]),
         ((ROWS[0], ROWS[1].replace("0F0 0B0", "0B0 0F0")), (), ["rank 1 runs 0B0 before 0F0"]),

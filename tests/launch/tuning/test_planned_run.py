@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, planned_steps
 from triaxis.engine.config.section import Subject
-from triaxis.engine.config.training import warmup_ends
+from triaxis.engine.config.sizes import LIMITS
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.engine.errors import DataError
@@ -116,7 +116,7 @@ def test_a_run_has_its_tokens_and_no_step_more(
     assert (plan.num_steps - 1) * plan.tokens_per_step < num_tokens <= plan.num_steps * plan.tokens_per_step
     steps, optimizer = plan.num_steps, run.config.optimizer
     assert optimizer.warmup_steps == warm_up_steps(steps) and 0 <= optimizer.warmup_steps - steps / 100 < 1
-    assert not list(warmup_ends(Subject(run.config, None, None)))
+    assert not [rule.key for rule in LIMITS if any(rule(Subject(run.config, None, None)))]
     interval = run.config.checkpoint.interval
     assert interval is not None and (interval == MOST_STEPS_BETWEEN or interval == 1 or steps // interval >= PARTS)
     is_split = num_documents == 200

@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused_with_all_other_problems() -> None:
     assert too_large.startswith("memory = 101.9 GB predicted on the fullest rank (parameters 16.1, gradients 32.1, ")
     assert "must be at most the 80.0 GB of a GPU" in too_large and "runtime.memory=warn" in too_large
     assert "'recompute={granularity: selective" in too_large and "parallel.tp=2 parallel.dp=4 (" in too_large
-    assert rate.startswith("optimizer.min_lr = 3") and "Nearest legal: optimizer.min_lr = 3e-05" in rate
+    assert rate.startswith("optimizer.min_lr = 3") and "Nearest legal: optimizer.min_lr = 0.0003" in rate
 
 
 def test_what_fits_or_is_only_warned_of_or_is_unknown_is_not_refused() -> None:
