@@ -288,12 +288,6 @@ def layers_name_kinds(subject: Subject) -> Iterator[Problem]:
     listed = list(_listed(model.layers))
     yield from (each for each in listed if isinstance(each, Problem))
     names = dict.fromkeys(each for each in listed if isinstance(each, str))
-    if not model.layers:
-        yield subject.problem(
-            "model.layers",
-            "must name a kind: the kinds of layers would be unknown",
-            {"model.layers": [None]},
-        )
     if unknown := [name for name in names if name not in known_kinds(model)]:
         known = ", ".join(known_kinds(model)) or "none"
         yield subject.problem(

@@ -66,19 +66,8 @@ def reads_documents(data: DataConfig) -> bool:
     return data.attention == "within" or data.positions == "document" or not data.count_document_starts
 
 
-def corpora_are_named(subject: Subject) -> Iterator[Problem]:
+def corpora_have_names(subject: Subject) -> Iterator[Problem]:
     data = subject.config.data
-    if not data.train and not data.synthetic:
-        yield subject.problem(
-            "data.train",
-            "must name a corpus: there is nothing to learn from",
-            {"data.synthetic": [True]},
-            "Set data.train=PREFIX to a corpus of `triaxis prepare`.",
-        )
-    if data.valid is not None and not data.valid:
-        yield subject.problem(
-            "data.valid", "must name a corpus or be none: no sample to validate on", {"data.valid": [None]}
-        )
     for field, corpora in (("data.train", data.train), ("data.valid", data.valid or [])):
         if len({source.path for source in corpora}) < len(corpora):
             yield subject.problem(
@@ -125,7 +114,7 @@ def skipped_samples_are_ranges(subject: Subject) -> Iterator[Problem]:
 
 
 DATA_RULES: tuple[Rule, ...] = (
-    corpora_are_named,
+    corpora_have_names,
     split_has_parts,
     skipped_samples_are_ranges,
 )

@@ -63,6 +63,12 @@ NEEDS = (
         for name in ("rope_scaling", "rotary_share")
     ),
     Need(
+        "model.layers",
+        values=([],),
+        is_met=lambda c: False,
+        rule="must name a kind: the kinds of layers would be unknown",
+    ),
+    Need(
         "model.position",
         values=("learned",),
         is_met=lambda c: c.model.mtp is None,
@@ -126,6 +132,20 @@ NEEDS = (
         rule="needs an Extension(update=..) in model.extension: there is none",
     ),
     # The data, the schedule and the run.
+    Need(
+        "data.train",
+        values=([],),
+        is_met=lambda c: c.data.synthetic,
+        rule="must name a corpus: there is nothing to learn from",
+        others={"data.train": [], "data.synthetic": [True]},
+        advice="Set data.train=PREFIX to a corpus of `triaxis prepare`.",
+    ),
+    Need(
+        "data.valid",
+        values=([],),
+        is_met=lambda c: False,
+        rule="must name a corpus or be none: no sample to validate on",
+    ),
     Need(
         "data.synthetic_document_length",
         is_met=lambda c: c.data.synthetic,

@@ -16,6 +16,7 @@ from operator import ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 
 from triaxis.engine.config.counts import has_bool
 from triaxis.engine.config.plan import data_parallel_size
@@ -89,11 +90,20 @@ class Section(BaseModel):
     @classmethod
     def section_type(cls, name: str) -> "type[Section] | None":
         """The section class in the field `name`; None if the field holds a value."""
-        annotation = cls.model_fields[name].annotation
-        for kind in (annotation, *get_args(annotation)):
+        for kind in _types(cls.model_fields[name].annotation):
             if isinstance(kind, type) and issubclass(kind, Section):
                 return kind
         return None
+
+    @classmethod
+    def along(cls, parts: Iterable[int | str]) -> Iterator[tuple[FieldInfo, "type[Section] | None"]]:
+        """Yield each field on the way to a dotted name, with its section class; None: the field holds a value."""
+        section: type[Section] | None = cls
+        for part in map(str, parts):
+            if section is None or part not in section.model_fields:
+                return
+            about, section = section.model_fields[part], section.section_type(part)
+            yield about, section
 
     @classmethod
     def dotted_names(cls, prefix: str = "") -> Iterator[str]:
@@ -106,16 +116,13 @@ class Section(BaseModel):
     @classmethod
     def is_in_bounds(cls, dotted: str, value: object) -> bool:
         """Whether a number is inside the bounds that the field `dotted` declares, such as `gt=0`."""
-        name, _, rest = dotted.partition(".")
-        inner = cls.section_type(name)
-        if rest and inner is not None:
-            return inner.is_in_bounds(rest, value)
+        *_, (about, _) = cls.along(dotted.split("."))
         if not isinstance(value, int | float):
             return True
         # pydantic keeps `gt=0` as an object with the attribute `gt`.
         limits = (
             (getattr(bound, word, None), keeps)
-            for bound in cls.model_fields[name].metadata
+            for bound in about.metadata
             for word, keeps in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le))
         )
         return all(limit is None or keeps(value, limit) for limit, keeps in limits)

@@ -183,11 +183,7 @@ def resume_verdict(config: Config, key: str) -> Verdict:
 def on_resume(key: str) -> OnResume:
     """Look up a field's resume rule: its own, else the nearest enclosing section's; if neither exists, `never`."""
     found = OnResume("never")
-    section: type[Section] | None = Config
-    for name in key.split("."):
-        if section is None or name not in section.model_fields:
-            break
-        found = next((one for one in section.model_fields[name].metadata if isinstance(one, OnResume)), found)
-        section = section.section_type(name)
+    for about, section in Config.along(key.split(".")):
+        found = next((one for one in about.metadata if isinstance(one, OnResume)), found)
         found = found if section is None else section.on_resume or found
     return found

@@ -108,12 +108,9 @@ def _lacks(section: str, names: Sequence[str]) -> str:
 
 def section_at(dotted: str) -> type[Section] | None:
     """Find the section with this dotted name; None if the name is a field's or does not exist."""
-    section: type[Section] | None = Config
-    for part in dotted.split("."):
-        if section is None or part not in section.model_fields:
-            return None
-        section = section.section_type(part)
-    return section
+    parts = dotted.split(".")
+    way = [section for _, section in Config.along(parts)]
+    return way[-1] if len(way) == len(parts) else None
 
 
 def needed_keys(dotted: str) -> str:
@@ -131,11 +128,5 @@ def needed_keys(dotted: str) -> str:
 
 def meaning(loc: Sequence[int | str]) -> str:
     """The description of the field at `loc`, in brackets, for a message."""
-    section: type[Section] | None = Config
-    description = None
-    for part in loc:
-        if section is None or part not in section.model_fields:
-            break
-        description = section.model_fields[str(part)].description
-        section = section.section_type(str(part))
-    return f" ({description})" if description else ""
+    descriptions = [about.description for about, _ in Config.along(loc)]
+    return f" ({descriptions[-1]})" if descriptions and descriptions[-1] else ""

@@ -61,6 +61,7 @@ BAD_ROWS: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["model.layer_kinds.a.rotary_share = 0.5", "has no effect with model.mla", "qk_rope_head_dim"],
     ),
+    "no kind of layers": (["model.layers=[]"], {}, ["model.layers = []", "must name a kind", "model.layers = null"]),
     "a share of nothing": (
         ["model.position=learned", "model.rotary_share=0.5"],
         {},
