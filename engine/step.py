@@ -41,7 +41,6 @@ from triaxis.engine.errors import DivergenceError
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.partition import StageLayers
-from triaxis.engine.linear.fp8_shares import Fp8Counts
 from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, clip_factor
@@ -80,8 +79,6 @@ class Chunk(Protocol):
     def saved(self) -> SavedTensors: ...
     @property
     def load(self) -> ExpertLoad | None: ...
-    @property
-    def fp8_counts(self) -> Fp8Counts | None: ...
     @property
     def training(self) -> bool: ...
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...

@@ -28,12 +28,10 @@ class SavedTensors:
     Attributes:
         parts: names of a layer's parts to recompute, such as `norm` and `attention`; empty here.
         host: host memory for moved tensors; None here.
-        is_replay: whether the running function is being recomputed in the backward.
     """
 
     parts: frozenset[str] = frozenset()
     host: HostMemory | None = None
-    is_replay = False
 
     def run_layer(
         self,

@@ -112,7 +112,6 @@ class SavingHooks(SavedTensors):
             if all(_identity(each) != storage._cdata for each in inputs):
                 # The replay calls `forward`, since a module's hooks must not run twice.
                 maker = function.forward if isinstance(function, nn.Module) else function
-                maker = partial(self._replaying, maker, is_replay=True)
                 self._sources[storage] = _Source(maker, [each.detach() for each in inputs], storage.nbytes())
         return output
 
@@ -122,20 +121,11 @@ class SavingHooks(SavedTensors):
         return function(tensors, *others)
 
     def _remembering(self, memo: "_Memo", function: Function, x: torch.Tensor) -> torch.Tensor:
-        is_replay = memo.has_begun
         self._memo = memo.begin()
         try:
-            return self._replaying(function, x, is_replay=is_replay)
+            return function(x)
         finally:
             self._memo = None
-
-    def _replaying(self, function: Function, *inputs: torch.Tensor, is_replay: bool) -> torch.Tensor:
-        """Run `function(*inputs)` with `self.is_replay` set to the argument `is_replay`, then restore the old value."""
-        before, self.is_replay = self.is_replay, is_replay
-        try:
-            return function(*inputs)
-        finally:
-            self.is_replay = before
 
     @contextmanager
     def _opened(self, layer: "_Layer", hooks: bool) -> Iterator[None]:
@@ -206,20 +196,17 @@ def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
 class _Memo:
     """Results from a layer's forward that the layer's replay reuses instead of computing again.
 
-    `SavedTensors.once` calls `next`. `on_saved` is called with each tensor in a result. `has_begun` is True once the forward has
-    begun.
+    `SavedTensors.once` calls `next`. `on_saved` is called with each tensor in a result.
     """
 
     def __init__(self, on_saved: Callable[[torch.Tensor], None]) -> None:
         self._on_saved = on_saved
         self._results: list[Any] = []
         self._next = 0
-        self.has_begun = False
 
     def begin(self) -> "_Memo":
         """Start the forward or a replay: `next` then begins at the first result."""
         self._next = 0
-        self.has_begun = True
         return self
 
     def next(self, function: Callable[[], Result]) -> Result:

@@ -1,4 +1,4 @@
-"""Translate configuration names from earlier versions to today's.
+"""Translate configuration names from earlier versions to today's, and leave out removed ones.
 
 config.yaml with format_version 1, manifest.json, a run's events     earlier names are translated when these files are read
 a file without format_version, section.key=value                     typed by a user: an earlier name is refused, with today's name
@@ -21,14 +21,20 @@ RENAMED: Mapping[str, str] = {
 SOURCES = ("data.train", "data.valid")
 """Corpus lists, whose entries used to be (weight, path) pairs."""
 
+REMOVED = ("telemetry.fp8_interval",)
+"""Fields that no longer exist, and that no result depended on."""
+
 
 def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace earlier names in a configuration by today's; return a new mapping.
+    """Replace earlier names in a configuration by today's, and leave out removed fields; return a new mapping.
 
     Args:
         tree: JSON values: nested sections, or values by dotted name as events record them.
     """
     new = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    for gone in REMOVED:
+        place, key = _place(new, gone)
+        place.pop(key, None)
     for old, today in RENAMED.items():
         place, key = _place(new, old)
         if key in place:

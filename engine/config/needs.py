@@ -342,11 +342,6 @@ NEEDS = (
         others={"parallel.sequence_parallel": [True]},
     ),
     Need(
-        "telemetry.fp8_interval",
-        is_met=lambda c: c.precision.fp8 is not None,
-        rule="counts the numbers that FP8 loses, but precision.fp8 is off: it would count none",
-    ),
-    Need(
         "kernels.optimizer",
         values=("apex",),
         is_met=lambda c: c.optimizer.name == "adamw",

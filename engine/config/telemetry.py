@@ -69,11 +69,6 @@ class TelemetryConfig(Section):
         gt=0,
         description="steps between norms of gradients, weights and updates by groups of parameters; null: off",
     )
-    fp8_interval: Count | None = Field(
-        None,
-        gt=0,
-        description="steps between counts of the numbers that FP8 rounds to zero or clamps; null: off",
-    )
     sample_tokens: Count = Field(0, ge=0, description="tokens of text that the model writes after training")
     peak_tflops: float | None = Field(
         None, gt=0, description="peak TFLOP/s of a device, for MFU; null: from a table of GPUs, or no MFU"

@@ -21,12 +21,9 @@ from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import FP8_SCALES
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.fp8 import fp8_linears
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
-from triaxis.engine.kernels.fp8.shares import Role
-from triaxis.engine.linear.fp8_shares import Fp8Counts
 from triaxis.engine.linear.products import LinearForm, LinearGemms, LinearParts, Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
@@ -45,7 +42,6 @@ class Fp8Form(LinearForm):
         once: function (compute) that calls `compute` in the forward; in the layer's recomputation it returns the same result.
         makes_again: function (name in `recompute.modules`) -> whether the current layer recomputes that module in the backward.
         sends: whether sequence parallelism gathers FP8 bytes (`precision.fp8.gather`).
-        counts: counters for the values that FP8 loses (`fp8_shares.py`), or None.
         alone_without: module names (`recompute.modules`). If the run recomputes none of these, only this layer saves its input X.
             None: another layer always saves X.
     """
@@ -56,20 +52,14 @@ class Fp8Form(LinearForm):
     once: Callable[[Callable[[], Scale]], Scale]
     makes_again: Callable[[str], bool]
     sends: bool = False
-    counts: Fp8Counts | None = None
     alone_without: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, fp8: Fp8, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form":
         """Build an `Fp8Form` from the run's config; `saved` decides which tensors the rank's chunks save."""
-        counts = None
-        if config.telemetry.fp8_interval is not None:
-            is_first = topology.coordinates.dp == topology.coordinates.cp == 0
-            linears = fp8_linears(config)
-            counts = Fp8Counts(linears, topology.device, has_weights=is_first, is_replay=lambda: saved.is_replay)
         asked = config.precision.fp8
         sends = asked is not None and asked.gather == "fp8"
-        return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, saved.makes_again, sends, counts)
+        return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, saved.makes_again, sends)
 
     def alone(self, *parts: str) -> LinearForm:
         return replace(self, alone_without=parts)
@@ -91,7 +81,6 @@ class Fp8Gemms(LinearGemms):
         super().__init__(parts)
         self.form = form
         self.parts = parts
-        self._counted_step = 0
         self._version: object = _NONE_YET
         self._copies: list[tuple[Quantised, Quantised]] = []
 
@@ -99,7 +88,7 @@ class Fp8Gemms(LinearGemms):
         if self._sends(region):
             # Every rank rounds its shard before the gather, so the maximum must cover the shards of all tp ranks.
             largest = self._input_amax(x, is_cut=True)
-            sent = self._as_bytes(x, largest, is_cut=True)
+            sent = self._as_bytes(x, largest)
             whole = region.enter(sent, purpose).wait()
             return Operand(whole, largest), region.kept(sent if self._is_stored() else x, whole)
         whole = region.enter(x, purpose).wait()
@@ -109,7 +98,7 @@ class Fp8Gemms(LinearGemms):
         largest = self._input_amax(whole, is_cut=self.parts.cuts_inputs)
         if region.keeps_gathered and self.form.fp8.recipe.is_tensorwise:
             # The gathered copy belongs to this layer, whoever saves x, so the layer can keep it as bytes.
-            whole = self._as_bytes(whole, largest, is_cut=self.parts.cuts_inputs)
+            whole = self._as_bytes(whole, largest)
         return Operand(whole, largest), region.kept(x, whole)
 
     def enter_again(self, kept: Operand, region: TensorParallelRegion, purpose: str) -> Pending:
@@ -123,10 +112,7 @@ class Fp8Gemms(LinearGemms):
         if not self._sends(region):
             return super().leave_backward(grad, region, purpose)
         largest = self._largest([grad], "gradient", over_tp=True, over_cp=True)
-        matrix = grad.flatten(0, -2)
-        rounded = self.form.fp8.gradient(matrix, largest)
-        self._count("gradient", matrix, rounded, is_cut=True)
-        sent = _bytes_of(rounded, grad.shape)
+        sent = _bytes_of(self.form.fp8.gradient(grad.flatten(0, -2), largest), grad.shape)
         return region.leave_backward(sent, purpose), Operand(sent, largest)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
@@ -135,7 +121,7 @@ class Fp8Gemms(LinearGemms):
         If another layer saves X too, `forward` rounds X. With block scales, `forward` always does, and the scale is None.
         """
         largest = self._input_amax(x, is_cut=self.parts.cuts_inputs)
-        return Operand(self._as_bytes(x, largest, is_cut=self.parts.cuts_inputs) if self._is_stored() else x, largest)
+        return Operand(self._as_bytes(x, largest) if self._is_stored() else x, largest)
 
     def whole_grad(self, grad: Operand) -> Operand:
         if grad.scale is not None:
@@ -145,13 +131,7 @@ class Fp8Gemms(LinearGemms):
         )
 
     def forward(self, x: Operand) -> torch.Tensor:
-        matrix = x.tensor.flatten(0, -2)
-        if is_bytes(matrix):
-            inputs = from_bytes(matrix, E4M3, x.scale, self.form.fp8.fusion)
-        else:
-            inputs = self.form.fp8.activation(matrix, x.scale)
-            self._count_inputs(matrix, inputs, is_cut=self.parts.cuts_inputs)
-        self._count_weights()
+        inputs = self._input(x.tensor.flatten(0, -2), x.scale)
         copies = zip(self.copies(), self.vectors(), strict=False)
         outputs = [self.form.fp8.product(inputs, weight, bias, self._dtype) for (weight, _), bias in copies]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.tensor.shape[:-1])
@@ -161,19 +141,13 @@ class Fp8Gemms(LinearGemms):
         parts = grad.tensor.flatten(0, -2).split([weight.values.shape[0] for weight, _ in copies], dim=-1)
         total = None
         for part, (_, transposed) in zip(parts, copies, strict=True):
-            rounded = self._gradient(part, grad.scale)
-            if not is_bytes(part):
-                self._count("gradient", part, rounded, is_cut=self.parts.cuts_outputs)
-            product = self.form.fp8.product(rounded, transposed, None, self._dtype)
+            product = self.form.fp8.product(self._gradient(part, grad.scale), transposed, None, self._dtype)
             total = product if total is None else total.add_(product)
         assert total is not None
         return total.unflatten(0, grad.tensor.shape[:-1])
 
     def add_products(self, grad: Operand, x: Operand) -> torch.Tensor | None:
-        fp8, columns = self.form.fp8, x.tensor.flatten(0, -2).t()
-        inputs = (
-            from_bytes(columns, E4M3, x.scale, fp8.fusion) if is_bytes(columns) else fp8.activation(columns, x.scale)
-        )
+        fp8, inputs = self.form.fp8, self._input(x.tensor.flatten(0, -2).t(), x.scale)
 
         def add(main_grad: torch.Tensor, part: torch.Tensor, inputs: Quantised, *, overwrite: bool) -> None:
             fp8.add_product(main_grad, self._gradient(part.t(), grad.scale), inputs, self._dtype, overwrite=overwrite)
@@ -210,6 +184,11 @@ class Fp8Gemms(LinearGemms):
     def _input_amax(self, x: torch.Tensor, *, is_cut: bool) -> Scale:
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
 
+    def _input(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
+        """Convert X or X^T to an FP8 GEMM operand. `matrix` has the run's dtype or FP8 bytes."""
+        fp8 = self.form.fp8
+        return from_bytes(matrix, E4M3, largest, fp8.fusion) if is_bytes(matrix) else fp8.activation(matrix, largest)
+
     def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
         """Convert columns of dY to an FP8 GEMM operand. `matrix` has the run's dtype or FP8 bytes."""
         fp8 = self.form.fp8
@@ -217,43 +196,9 @@ class Fp8Gemms(LinearGemms):
             return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
         return fp8.gradient(matrix, largest)
 
-    def _as_bytes(self, x: torch.Tensor, largest: Scale, *, is_cut: bool) -> torch.Tensor:
-        """Convert X [.., in] to FP8 bytes, and count the clamped and zeroed values."""
-        matrix = x.flatten(0, -2)
-        rounded = self.form.fp8.activation(matrix, largest)
-        self._count_inputs(matrix, rounded, is_cut=is_cut)
-        return _bytes_of(rounded, x.shape)
-
-    def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count values in the layer's input X that FP8 clamps or makes zero.
-
-        Count only in the steps selected by `telemetry.fp8_interval`, and not during recomputation.
-        """
-        counts = self.form.counts
-        if counts is not None and counts.is_open and not counts.is_replay():
-            self._count("input", matrix, rounded, is_cut=is_cut)
-
-    def _count_weights(self) -> None:
-        """Count the weights that FP8 clamps or makes zero, once per `telemetry.fp8_interval` steps.
-
-        Only the first data- and context-parallel rank counts (`Fp8Counts.has_weights`).
-        """
-        counts = self.form.counts
-        if counts is None or not (counts.is_open and counts.has_weights) or self._counted_step == counts.step:
-            return
-        self._counted_step = counts.step
-        is_cut = self.weights.members[0].record.spec.tp_dim is not None
-        for weight, (copy, _) in zip(self.weights.complete().views, self.copies(), strict=True):
-            self._count("weight", weight, copy, is_cut=is_cut)
-
-    def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count an operand's values that FP8 clamps or makes zero, in steps selected by `telemetry.fp8_interval`.
-
-        If the operand is not cut over tp, only tp rank 0 counts it.
-        """
-        counts = self.form.counts
-        if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
-            counts.add(self.parts.name, role, matrix, rounded)
+    def _as_bytes(self, x: torch.Tensor, largest: Scale) -> torch.Tensor:
+        """Convert X [.., in] to FP8 bytes."""
+        return _bytes_of(self.form.fp8.activation(x.flatten(0, -2), largest), x.shape)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
         """Compute the largest absolute value in `parts`. `over_tp` and `over_cp` include the other ranks' parts.

@@ -113,7 +113,7 @@ def small_charts(run: RunRecord) -> str:
     rate = Line("learning rate", curve(run.steps, "lr"), "c4")
     norm = Line("gradient norm", curve(run.steps, "grad_norm"), "c1")
     pair = _pair(run, [("Learning rate", [rate]), ("Gradient norm, before clipping", [norm])])
-    return f"{pair}{loss_over_rate(run)}{group_norms(run)}{fp8_losses(run)}"
+    return f"{pair}{loss_over_rate(run)}{group_norms(run)}"
 
 
 def _pair(run: RunRecord, charts: Iterable[tuple[str, Sequence[Line]]]) -> str:
@@ -155,26 +155,6 @@ def group_norms(run: RunRecord) -> str:
         }
         charts.append((title, [Line(group, points[group], f"c{place % 6}") for place, group in enumerate(groups)]))
     return _pair(run, charts)
-
-
-def fp8_losses(run: RunRecord) -> str:
-    """Render, for each GEMM operand, the share of values that FP8 rounds to zero in the worst linear layer.
-
-    "" if no step counted such values.
-    """
-    measured = [each for each in run.steps if isinstance(each.get("fp8"), Mapping)]
-    lines = [
-        Line(operand, [(number(each, "step"), _worst_underflow(each["fp8"], operand)) for each in measured], style)
-        for operand, style in (("input", "c0"), ("gradient", "c1"), ("weight", "c2"))
-    ]
-    return _pair(run, [("Share that FP8 rounds to zero, worst layer", lines)])
-
-
-def _worst_underflow(lost: Mapping[str, object], operand: str) -> float:
-    """Find the share of an operand's values that FP8 rounds to zero in the worst layer. NaN if none is recorded."""
-    operands = [each[operand] for each in lost.values() if isinstance(each, Mapping) and operand in each]
-    shares = [number(each, "underflow") for each in operands if isinstance(each, Mapping)]
-    return max(shares, default=math.nan)
 
 
 def _norm(norms: object, key: str) -> float:

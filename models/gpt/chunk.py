@@ -32,7 +32,6 @@ from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.kernels.rotary import tables_by_rotary
 from triaxis.engine.linear.fp8_gemms import Fp8Form
-from triaxis.engine.linear.fp8_shares import Fp8Counts
 from triaxis.engine.linear.layers import ColumnParallelLinear
 from triaxis.engine.linear.products import IN_RUN_DTYPE
 from triaxis.engine.linear.te_gemms import TeForm
@@ -95,11 +94,6 @@ class GPTChunk(nn.Module):
     def load(self) -> ExpertLoad | None:
         """Count of this rank's tokens sent to each expert, or None without experts."""
         return None if self.context.experts is None else self.context.experts.load
-
-    @property
-    def fp8_counts(self) -> Fp8Counts | None:
-        """This rank's counters of elements that conversion to FP8 zeroes or clamps; None: nothing is counted."""
-        return self.context.fp8_counts
 
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Compute hidden states for the next stage, or on the last stage the summed loss.
@@ -259,7 +253,6 @@ def build_chunks(
             saved=saved,
             forms=forms,
             form=IN_RUN_DTYPE if kernels.te is None else TeForm(kernels.te),
-            fp8_counts=None if form is None else form.counts,
         )
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()

@@ -21,7 +21,6 @@ from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.shard_spec import cut
-from triaxis.engine.linear.fp8_shares import Fp8Counts
 from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear
 from triaxis.engine.linear.products import IN_RUN_DTYPE, LinearForm
 from triaxis.engine.linear.weight_grads import WeightGradQueue
@@ -51,7 +50,6 @@ class BuildContext:
         saved: policy for tensors that are saved for the backward; the rank's chunks share one.
         forms: layer number -> way to compute that layer's linear products, such as in FP8; other layers keep `form`.
         form: way to compute the products of linear layers that this context builds; `of_layer` replaces it from `forms`.
-        fp8_counts: counters of the elements that conversion to FP8 zeroes or clamps; None: nothing is counted.
         taken: names of the parameters that modules have asked for.
     """
 
@@ -70,7 +68,6 @@ class BuildContext:
     saved: SavedTensors
     forms: Mapping[int, LinearForm] = field(default_factory=dict)
     form: LinearForm = IN_RUN_DTYPE
-    fp8_counts: Fp8Counts | None = None
     taken: set[str] = field(default_factory=set)
 
     def of_layer(self, layer: int) -> "BuildContext":

@@ -92,7 +92,6 @@ class Case:
     """The GEMMs of linear layers."""
     fp8_gather: bool = False
     """Sequence parallelism gathers in FP8."""
-    fp8_shares: bool = False
     """Each step counts the numbers that FP8 loses."""
     documents: bool = False
     """Samples are documents of some three tokens that do not see each other, with positions of their own."""
@@ -157,7 +156,6 @@ class Case:
         parts += ["apex"] if self.apex else []
         parts += [self.linear] if self.linear != "torch" else []
         parts += ["gather"] if self.fp8_gather else []
-        parts += ["shares"] if self.fp8_shares else []
         parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
@@ -234,7 +232,6 @@ class Case:
                 },
                 # Everything is moved, however small.
                 "offload": {"num_layers": self.offload, "min_bytes": 1},
-                "telemetry": {"fp8_interval": 1 if self.fp8_shares else None},
                 "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "auto")}
                 | ({"elementwise": "compiled"} if self.compiled else {})
                 | ({"optimizer": "compiled"} if self.compiled or self.compiled_update else {})

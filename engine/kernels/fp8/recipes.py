@@ -17,7 +17,6 @@ Each GEMM computes A B^T from matrices that are quantised along their rows, the 
     gradient of the weight  dW [out, in]  = dY^T [out, n] (X^T [in, n])^T
 """
 
-import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -46,11 +45,6 @@ class Fp8Format(NamedTuple):
     def largest_bits(self) -> int:
         """The fp32 bits of `largest`, the format's largest finite number, as an integer."""
         return int.from_bytes(struct.pack("<f", self.largest), "little")
-
-    @property
-    def beyond(self) -> float:
-        """Half a unit in the last place above `largest`. Values between `largest` and this bound round to `largest`."""
-        return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1) * torch.finfo(self.dtype).eps / 2
 
 
 E4M3 = Fp8Format(FP8_E4M3, 448.0)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from triaxis.engine.step import Engine
 from triaxis.engine.telemetry.meters.expert_load import LoadMeter
-from triaxis.engine.telemetry.meters.fp8_shares import Fp8Shares
 from triaxis.engine.telemetry.meters.group_norms import GroupNorms
 from triaxis.engine.telemetry.meters.result_numbers import LossesAhead, LossScales, Outliers
 from triaxis.engine.telemetry.meters.step_meter import StepMeter
@@ -15,7 +14,6 @@ METERS: Sequence[Callable[[Engine], StepMeter | None]] = (
     LossScales.of,
     Outliers.of,
     GroupNorms.of,
-    Fp8Shares.of,
 )
 """Meter factories, in the order of their fields and lines. A factory returns None if the configuration does not need its meter."""
 

@@ -93,11 +93,6 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["precision.fp8.gather = fp8", "sequence_parallel is off", "no effect", "parallel.sequence_parallel = true"],
     ),
-    "counts of what FP8 loses without FP8": (
-        ["telemetry.fp8_interval=100"],
-        {},
-        ["telemetry.fp8_interval = 100", "precision.fp8 is off", "would count none", "telemetry.fp8_interval = null"],
-    ),
     "scales that a replay would communicate": (
         [
             "precision.fp8={backend: emulated}",
