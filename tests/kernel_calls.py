@@ -20,7 +20,7 @@ from triaxis.engine.context_parallel.deal import runs_of_ranks
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.activations import ActivationKernel
-from triaxis.engine.kernels.flash_attention import Varlen, VarlenParts
+from triaxis.engine.kernels.flash_attention import Varlen
 from triaxis.engine.kernels.fp8.products import open_fp8
 from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.kernels.masked_attention import CpuFlash, Kernel, Mask
@@ -150,7 +150,7 @@ def _flash() -> None:
 
 def gpu_kernel(mask: Mask) -> Kernel:
     """Return the kernel of a GPU for a mask."""
-    return Varlen(mask, 0.3) if mask.part is None else VarlenParts(mask, 0.3)
+    return Varlen(mask, 0.3)
 
 
 def _flash_for_cpu() -> None:

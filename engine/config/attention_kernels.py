@@ -71,7 +71,7 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
     {
         "varlen": AttentionKernel(
             {"cpu": PLAIN_ALONE, "cuda": WITHOUT_CAP},
-            made_by="triaxis.engine.kernels.flash_attention:varlen",
+            made_by="triaxis.engine.kernels.flash_attention:Varlen",
             backend="FLASH_ATTENTION",
             auto=Auto(is_half=True, capability=(8, 0), for_plain=False),
         ),

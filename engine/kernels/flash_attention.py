@@ -4,37 +4,39 @@ A dense call takes whole rows. A packed call takes documents of any length, one 
 `torch.nn.attention.varlen` directly. torch's own function gives no gradient through the log-sum-exp, which sinks need.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from triaxis.engine.data.sequence_part import RowStretch
-from triaxis.engine.kernels.masked_attention import Mask, Tensors3
-from triaxis.engine.numerics.precision import accumulation_dtype
-
-
-def varlen(mask: Mask, scale: float | None, softcap: None) -> "Varlen | VarlenParts":
-    """Build `VarlenParts` if a rank has only part of each sequence's queries (`mask.part`), else `Varlen`.
-
-    `softcap` is always None, since the kernel cannot cap logits.
-    """
-    return Varlen(mask, scale) if mask.part is None else VarlenParts(mask, scale)
+from triaxis.engine.kernels.masked_attention import ByPieces, Mask, Piece, Places, Tensors3
 
 
 @dataclass(frozen=True, slots=True)
-class Varlen:
-    """Flash attention for a rank that has whole sequences. With documents in the mask, they are packed end to end."""
+class _Packed(Piece):
+    """A piece for one call.
 
-    mask: Mask
-    scale: float | None
+    Attributes:
+        boundaries: document boundaries among the queries and among the keys, packed end to end; None: each row is one document.
+        longest: maximum queries and maximum keys in a document.
+    """
+
+    boundaries: tuple[torch.Tensor, torch.Tensor] | None
+    longest: tuple[int, int]
+
+
+class Varlen(ByPieces[_Packed]):
+    """Flash attention on a GPU, for whole rows in one call, or for each run of a rank's queries (context parallelism).
+
+    The kernel's causal mask is aligned with a document's last query and last key (flash attention from 2.1 on). The kernel cannot
+    cap logits.
+    """
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        b, _, s, _ = q.shape
-        out, lse = flash_forward(self._packed(q), self._packed(k), self._packed(v), *self._bounds(s), **self._options())
-        if self.mask.documents is not None:  # packed: [n, b s]
-            lse = lse.unflatten(1, (b, s)).transpose(0, 1)
-        return self._unpacked(out, b), lse
+        if self.mask.part is None:  # without a copy into place
+            return self.part(self._whole(q.shape[2]), q, k, v)
+        return super().forward(q, k, v)
 
     def backward(
         self,
@@ -45,130 +47,63 @@ class Varlen:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> Tensors3:
-        b, _, s, _ = q.shape
-        if self.mask.documents is not None:
-            lse = lse.transpose(0, 1).flatten(1)
-        grad, q, k, v, out = (self._packed(each) for each in (grad, q, k, v, out))
-        bounds, options = self._bounds(s), self._options()
-        grad_q, grad_k, grad_v = flash_backward(grad, q, k, v, out, lse.contiguous(), *bounds, **options)
-        return self._unpacked(grad_q, b), self._unpacked(grad_k, b), self._unpacked(grad_v, b)
+        if self.mask.part is None:
+            return self.part_backward(self._whole(q.shape[2]), grad, q, out, lse, k, v)
+        return super().backward(grad, q, k, v, out, lse)
 
-    def _packed(self, x: torch.Tensor) -> torch.Tensor:
-        """Reshape x [b, n, s, d] to [b, s, n, d], or to [b s, n, d] with documents."""
-        x = x.transpose(1, 2)
-        return x if self.mask.documents is None else x.flatten(0, 1)
+    def pieces(self, num_queries: int, num_keys: int) -> Iterator[_Packed]:
+        assert self.mask.part is not None
+        for each in self.mask.part.stretches:
+            queries, keys = (
+                Places(start if each.row is None else ((each.row, start),), stop - start)
+                for start, stop in (each.queries, each.keys)
+            )
+            yield _Packed(queries, keys, each.boundaries, each.longest)
 
-    def _unpacked(self, x: torch.Tensor, b: int) -> torch.Tensor:
-        x = x if self.mask.documents is None else x.unflatten(0, (b, -1))
-        return x.transpose(1, 2)
-
-    def _bounds(self, s: int) -> "_Bounds":
-        """Return the documents' boundaries and longest length, each as a pair for (queries, keys).
-
-        If the mask has no documents, return (None, (s, s)).
-        """
-        documents = self.mask.documents
+    def _whole(self, s: int) -> _Packed:
+        rows, documents = Places(0, s), self.mask.documents
         if documents is None:
-            return None, (s, s)
-        return (documents.boundaries, documents.boundaries), (documents.longest, documents.longest)
+            return _Packed(rows, rows, None, (s, s))
+        return _Packed(rows, rows, (documents.boundaries,) * 2, (documents.longest,) * 2)
 
-    def _options(self) -> dict[str, Any]:
-        return flash_options(self.mask, self.scale)
+    def part(
+        self, piece: _Packed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        b, options = len(q), flash_options(self.mask, self.scale)
+        q, k, v = (_for_kernel(each, piece) for each in (q, k, v))
+        out, lse = flash_forward(q, k, v, piece.boundaries, piece.longest, **options)
+        if piece.boundaries is not None:  # [n, b s]
+            lse = lse.unflatten(1, (b, -1)).transpose(0, 1)
+        return _from_kernel(out, piece, b), lse
 
-
-@dataclass(frozen=True, slots=True)
-class VarlenParts:
-    """Flash attention in context parallelism: a rank has some queries and all keys of a sequence.
-
-    Each contiguous run of queries takes one call.
-
-    The kernel's causal mask is aligned with a document's last query and last key (flash attention from 2.1 on).
-    """
-
-    mask: Mask
-    scale: float | None
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        b, n, s, d = q.shape
-        out = q.new_empty(s, b, n, d).permute(1, 2, 0, 3)
-        lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
-        for stretch in self._stretches():
-            mine, whole = (_of_stretch(stretch, run) for run in (stretch.queries, stretch.keys))
-            found = flash_forward(
-                *(mine.cut(q), whole.cut(k), whole.cut(v), stretch.boundaries, stretch.longest),
-                **flash_options(self.mask, self.scale),
-            )
-            mine.put(out, found[0])
-            mine.put_logarithms(lse, found[1])
-        return out, lse
-
-    def backward(
+    def part_backward(
         self,
+        piece: _Packed,
         grad: torch.Tensor,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> Tensors3:
-        grad_q = torch.empty_like(q)
-        # Several stretches may add to the same key.
-        wide = accumulation_dtype(q.dtype)
-        grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
-        for stretch in self._stretches():
-            mine, whole = (_of_stretch(stretch, run) for run in (stretch.queries, stretch.keys))
-            found = flash_backward(
-                *(mine.cut(grad), mine.cut(q), whole.cut(k), whole.cut(v), mine.cut(out), mine.cut_logarithms(lse)),
-                *(stretch.boundaries, stretch.longest),
-                **flash_options(self.mask, self.scale),
-            )
-            mine.put(grad_q, found[0])
-            whole.add(grad_k, found[1])
-            whole.add(grad_v, found[2])
+        b, options = len(q), flash_options(self.mask, self.scale)
+        if piece.boundaries is not None:
+            lse = lse.transpose(0, 1).flatten(1)
+        grad, q, k, v, out = (_for_kernel(each, piece) for each in (grad, q, k, v, out))
+        found = flash_backward(grad, q, k, v, out, lse.contiguous(), piece.boundaries, piece.longest, **options)
+        grad_q, grad_k, grad_v = (_from_kernel(each, piece, b) for each in found)
         return grad_q, grad_k, grad_v
 
-    def _stretches(self) -> tuple[RowStretch, ...]:
-        assert self.mask.part is not None, "whole rows have a kernel of their own"
-        return self.mask.part.stretches
+
+def _for_kernel(x: torch.Tensor, piece: _Packed) -> torch.Tensor:
+    """Reshape x [b, n, s, d] to [b, s, n, d], or to [b s, n, d] if documents are packed."""
+    x = x.transpose(1, 2)
+    return x if piece.boundaries is None else x.flatten(0, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Tokens [start, stop) as the kernel reads them, [tokens, n, d] in one row or [b, tokens, n, d] in all rows."""
-
-    row: int | slice
-    run: tuple[int, int]
-
-    def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """View the tokens at positions `run` in x [b, n, s, d], as [tokens, n, d] or [b, tokens, n, d]."""
-        return self._part(x).transpose(-3, -2)
-
-    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values, [tokens, n, d] or [b, tokens, n, d], to positions `run` in x [b, n, s, d]."""
-        self._part(x).copy_(values.transpose(-3, -2))
-
-    def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Add values, [tokens, n, d] or [b, tokens, n, d], to positions `run` in x [b, n, s, d]."""
-        self._part(x).add_(values.transpose(-3, -2))
-
-    def put_logarithms(self, lse: torch.Tensor, values: torch.Tensor) -> None:
-        """Write log-sum-exps, [n, tokens] or [b, n, tokens], to positions `run` in lse [b, n, s]."""
-        self._part(lse).copy_(values)
-
-    def cut_logarithms(self, lse: torch.Tensor) -> torch.Tensor:
-        """Select positions `run` in lse [b, n, s], contiguous as the kernel requires: [n, tokens] or [b, n, tokens]."""
-        return self._part(lse).contiguous()
-
-    def _part(self, x: torch.Tensor) -> torch.Tensor:
-        return x[self.row, :, self.run[0] : self.run[1]]
-
-
-def _of_stretch(stretch: RowStretch, run: tuple[int, int]) -> _Tokens:
-    return _Tokens(slice(None) if stretch.row is None else stretch.row, run)
-
-
-_Bounds = tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[int, int]]
-"""Document boundaries among queries and among keys (None for whole rows), and each one's longest document."""
+def _from_kernel(x: torch.Tensor, piece: _Packed, b: int) -> torch.Tensor:
+    """Reshape the kernel's result x, [b, s, n, d] or [b s, n, d], to [b, n, s, d]."""
+    return (x if piece.boundaries is None else x.unflatten(0, (b, -1))).transpose(1, 2)
 
 
 def flash_options(mask: Mask, scale: float | None) -> dict[str, Any]:

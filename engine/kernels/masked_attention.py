@@ -16,7 +16,7 @@ No [s, s] mask is built. Memory and FLOPs grow only with the visible keys. The k
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate as running_sums
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class Places:
     """Equally long token ranges. `starts` holds each range's (row, start), or is one int: the start in all rows."""
 
     starts: tuple[tuple[int, int], ...] | int
@@ -165,72 +165,35 @@ class _Places:
         for (row, start), part in zip(self.starts, values, strict=True):
             x[row, :, start : start + self.length] += part
 
-    def part(self, first: int, stop: int) -> "_Places":
+    def part(self, first: int, stop: int) -> "Places":
         """Narrow every range to its tokens `first` .. `stop - 1`, counted from the range's start."""
         if isinstance(self.starts, int):
-            return _Places(self.starts + first, stop - first)
-        return _Places(tuple((row, start + first) for row, start in self.starts), stop - first)
+            return Places(self.starts + first, stop - first)
+        return Places(tuple((row, start + first) for row, start in self.starts), stop - first)
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Consecutive queries in a document, batched with equal stretches in other documents.
+class Piece:
+    """The query ranges in one computation, and the ranges of the keys that at least one query sees."""
 
-    Attributes:
-        queries: query ranges.
-        keys: key ranges, each from its document's first key to the last query's own key.
-        position: first query's position among those keys.
-    """
-
-    queries: _Places
-    keys: _Places
-    position: int
+    queries: Places
+    keys: Places
 
 
-def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch]:
-    """Yield stretches (`_Stretch`) that together cover all queries.
-
-    Query ranges in several documents share one stretch if they are equally long and begin equally far into their documents.
-    """
-    if mask.documents is None:
-        # Without documents, all rows have the same runs, so one stretch serves the batch.
-        runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
-        start = 0
-        for first, stop in runs:
-            yield _Stretch(_Places(start, stop - first), _Places(0, stop), first)
-            start += stop - first
-        return
-    # (position in the document, length) -> (row, first query in the rank's part, first key of the document in the row).
-    places: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for row, lengths in enumerate(mask.documents.lengths):
-        ends = [*running_sums(lengths)]
-        start = 0
-        for first, stop in ((0, ends[-1]),) if mask.part is None else mask.part.runs[row]:
-            for end, length in zip(ends, lengths, strict=True):
-                low, high = max(first, end - length), min(stop, end)
-                if low < high:
-                    places.setdefault((low - end + length, high - low), []).append((row, start, end - length))
-                    start += high - low
-    for (position, length), found in places.items():
-        queries = _Places(tuple((row, query) for row, query, _ in found), length)
-        keys = _Places(tuple((row, key) for row, _, key in found), position + length)
-        yield _Stretch(queries, keys, position)
+AnyPiece = TypeVar("AnyPiece", bound=Piece)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """The queries in one computation, and the keys that at least one of them sees.
+class _Piece(Piece):
+    """A piece with consecutive queries of equal documents.
 
     Attributes:
-        queries, keys: query ranges and key ranges.
         position: first query's position among the keys.
         window: mask's window, or None if it hides none of the keys.
     """
 
-    queries: _Places
-    keys: _Places
     position: int
-    window: int | None
+    window: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -248,6 +211,36 @@ class _Piece:
         keys = torch.arange(self.keys.length, device=device)
         seen = keys <= queries
         return seen if self.window is None else seen & (keys > queries - self.window)
+
+
+def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Piece]:
+    """Yield pieces without a window that together cover all queries.
+
+    Query ranges in several documents share one piece if they are equally long and begin equally far into their documents.
+    """
+    if mask.documents is None:
+        # Without documents, all rows have the same runs, so one piece serves the batch.
+        runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
+        start = 0
+        for first, stop in runs:
+            yield _Piece(Places(start, stop - first), Places(0, stop), first)
+            start += stop - first
+        return
+    # (position in the document, length) -> (row, first query in the rank's part, first key of the document in the row).
+    places: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for row, lengths in enumerate(mask.documents.lengths):
+        ends = [*running_sums(lengths)]
+        start = 0
+        for first, stop in ((0, ends[-1]),) if mask.part is None else mask.part.runs[row]:
+            for end, length in zip(ends, lengths, strict=True):
+                low, high = max(first, end - length), min(stop, end)
+                if low < high:
+                    places.setdefault((low - end + length, high - low), []).append((row, start, end - length))
+                    start += high - low
+    for (position, length), found in places.items():
+        queries = Places(tuple((row, query) for row, query, _ in found), length)
+        keys = Places(tuple((row, key) for row, _, key in found), position + length)
+        yield _Piece(queries, keys, position)
 
 
 def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
@@ -268,17 +261,14 @@ def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> I
             yield _Piece(stretch.queries.part(first, stop), keys, position - first_key, window)
 
 
-class _ByPieces:
-    """A kernel that computes consecutive queries piece by piece, with their visible keys (`_Piece`).
+class ByPieces(Generic[AnyPiece]):
+    """A kernel that computes consecutive queries piece by piece, with their visible keys.
 
     Args:
         mask: restriction on the visible keys beyond causality.
         scale: logit factor; None means d ** -0.5.
         softcap: logit cap, or None; of the subclasses, only `Blocks` supports a cap.
     """
-
-    block: int | None = None
-    """Maximum queries per piece; None for whole stretches, unless there is a window."""
 
     def __init__(self, mask: Mask, scale: float | None, softcap: float | None = None) -> None:
         self.mask = mask
@@ -290,7 +280,7 @@ class _ByPieces:
         # The memory order is [s, b, n, d_v], in which the next layer reads the output.
         out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
-        for piece in _pieces(self.mask, s, k.shape[2], self.block):
+        for piece in self.pieces(s, k.shape[2]):
             found = self.part(piece, piece.queries.cut(q), piece.keys.cut(k), piece.keys.cut(v))
             piece.queries.put(out, found[0])
             piece.queries.put(lse, found[1])
@@ -309,7 +299,7 @@ class _ByPieces:
         grad_q = torch.empty_like(q)
         # Several pieces may add to the same key.
         grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
-        for piece in _pieces(self.mask, q.shape[2], k.shape[2], self.block):
+        for piece in self.pieces(q.shape[2], k.shape[2]):
             grad_part, q_part, out_part, lse_part = (piece.queries.cut(each) for each in (grad, q, out, lse))
             k_part, v_part = (piece.keys.cut(each) for each in (k, v))
             found = self.part_backward(piece, grad_part, q_part, out_part, lse_part, k_part, v_part)
@@ -318,15 +308,19 @@ class _ByPieces:
             piece.keys.add(grad_v, found[2])
         return grad_q, grad_k, grad_v
 
+    def pieces(self, num_queries: int, num_keys: int) -> Iterator[AnyPiece]:
+        """Yield pieces that together cover all queries."""
+        raise NotImplementedError
+
     def part(
-        self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, piece: AnyPiece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention output and its log-sum-exp for one piece's queries."""
         raise NotImplementedError
 
     def part_backward(
         self,
-        piece: _Piece,
+        piece: AnyPiece,
         grad: torch.Tensor,
         q: torch.Tensor,
         out: torch.Tensor,
@@ -338,12 +332,15 @@ class _ByPieces:
         raise NotImplementedError
 
 
-class CpuFlash(_ByPieces):
+class CpuFlash(ByPieces[_Piece]):
     """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
 
     The kernel's causal mask is aligned with the first key, so queries that begin later in their document need two calls. The
     log-sum-exps weight the two outputs.
     """
+
+    def pieces(self, num_queries: int, num_keys: int) -> Iterator[_Piece]:
+        return _pieces(self.mask, num_queries, num_keys, None)
 
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -399,13 +396,14 @@ class CpuFlash(_ByPieces):
         return [own] if piece.position == 0 else [(slice(0, piece.position), False, None), own]
 
 
-class Blocks(_ByPieces):
+class Blocks(ByPieces[_Piece]):
     """Attention in plain operators, one block of queries at a time (2205.14135).
 
     The backward recomputes each block's probabilities.
     """
 
-    block = BLOCK
+    def pieces(self, num_queries: int, num_keys: int) -> Iterator[_Piece]:
+        return _pieces(self.mask, num_queries, num_keys, BLOCK)
 
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

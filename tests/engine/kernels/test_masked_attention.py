@@ -124,7 +124,6 @@ def test_blocks_cap_the_logits(rows: tuple[tuple[int, ...], ...]) -> None:
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
 def test_a_long_row_is_computed_in_blocks(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked_attention, "BLOCK", 4)
-    monkeypatch.setattr(masked_attention.Blocks, "block", 4)
     for window in (None, 2, 6, 9):
         compare(kernel, Asked(rows=((23,), (23,)), window=window, has_sinks=True))
         compare(kernel, Asked(rows=((14, 9), (9, 14)), window=window))

@@ -16,7 +16,7 @@ from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.attention import masked_kernel
 from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure
 from triaxis.engine.kernels.explicit_attention import explicit_attention
-from triaxis.engine.kernels.flash_attention import VarlenParts
+from triaxis.engine.kernels.flash_attention import Varlen
 from triaxis.engine.kernels.masked_attention import Mask, masked_attention
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def compare(kernel: str, asked: Asked, size: int) -> None:
             options = {"scale": asked.scale, "softcap": asked.softcap, "sinks": sinks}
             found = explicit_attention(q, k, v, mask, **options, drop=lambda x: x)  # type: ignore[arg-type]
         else:
-            by_name = VarlenParts(mask, asked.scale)
+            by_name = Varlen(mask, asked.scale)
             if kernel != "varlen":
                 by_name = masked_kernel(kernel, CPU, mask, asked.scale, asked.softcap)  # type: ignore[assignment]
             found = masked_attention(by_name, q, k, v, sinks)

@@ -8,7 +8,7 @@ import torch
 from tests.documented import ROOT
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import Config
-from triaxis.engine.kernels.flash_attention import VarlenParts
+from triaxis.engine.kernels.flash_attention import Varlen
 from triaxis.launch.footprint.memory import NewTensor
 from triaxis.launch.footprint.run import Footprints
 from triaxis.models.gpt.chunk import build_chunks
@@ -53,14 +53,14 @@ def test_the_gpus_path_has_no_tensor_of_all_pairs() -> None:
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_a_mask_of_all_pairs_is_found_by_name(is_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "backward" if is_backward else "forward"
-    original = getattr(VarlenParts, name)
+    original = getattr(Varlen, name)
 
-    def masked(self: VarlenParts, *tensors: torch.Tensor) -> Any:
+    def masked(self: Varlen, *tensors: torch.Tensor) -> Any:
         q, k = tensors[1:3] if is_backward else tensors[:2]
         torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         return original(self, *tensors)
 
-    monkeypatch.setattr(VarlenParts, name, masked)
+    monkeypatch.setattr(Varlen, name, masked)
     site = r"blocks\.1\.attention \(backward\)" if is_backward else r"blocks\.0\.attention"
     with pytest.raises(AssertionError, match=rf"site='{site}', operator='aten::ones', shape=\(1024, 8192\)"):
         largest_below_pairs(config_of(*SMALL))
