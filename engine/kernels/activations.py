@@ -108,16 +108,6 @@ def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.cat((grad * up * slope, grad * gate * sigmoid), dim=-1).to(x.dtype)
 
 
-def _swiglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute `_swiglu_backward`, writing each half of the result in place."""
-    gate, up = x.chunk(2, dim=-1)
-    grad_x = torch.empty_like(x)
-    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-    torch.mul(grad, F.silu(gate), out=grad_up)
-    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-    return grad_x
-
-
 def _geglu_tanh(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
@@ -143,16 +133,6 @@ def _tanh_share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return share, share + 0.5 * z * (1 - t * t) * scale * (1 + 0.134145 * square)
 
 
-def _geglu_tanh_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute `_geglu_tanh_backward`, writing each half of the result in place."""
-    gate, up = x.chunk(2, dim=-1)
-    grad_x = torch.empty_like(x)
-    grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-    torch.mul(grad, F.gelu(gate, approximate="tanh"), out=grad_up)
-    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=grad_gate)
-    return grad_x
-
-
 def _geglu(x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate).mul_(up)
@@ -174,13 +154,21 @@ def _share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return below, below + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
 
-def _geglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute `_geglu_backward`, writing each half of the result in place."""
+def _gated_backward(
+    gated: Callable[[torch.Tensor], torch.Tensor],
+    gated_backward: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the gradient [dy up g'(gate) | dy g(gate)], writing each half of the result in place.
+
+    `gated` is g, `gated_backward` torch's operator for its gradient.
+    """
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)
-    torch.mul(grad, F.gelu(gate), out=grad_up)
-    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+    torch.mul(grad, gated(gate), out=grad_up)
+    gated_backward(grad * up, gate, grad_input=grad_gate)
     return grad_x
 
 
@@ -193,37 +181,37 @@ def _squared_relu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return x.relu().mul_(grad).mul_(2)
 
 
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x)
-
-
 def _gelu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return (grad * _share_and_slope(accumulate(x))[1]).to(x.dtype)
 
 
-def _gelu_backward_of_torch(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=torch.empty_like(x))
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
+def _gelu_backward_of_torch(x: torch.Tensor, grad: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=torch.empty_like(x))
 
 
 def _gelu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return (grad * _tanh_share_and_slope(accumulate(x))[1]).to(x.dtype)
 
 
-def _gelu_tanh_backward_of_torch(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=torch.empty_like(x))
-
+_GELU_BACKWARD, _SILU_BACKWARD = torch.ops.aten.gelu_backward.grad_input, torch.ops.aten.silu_backward.grad_input
+_GELU_TANH = partial(F.gelu, approximate="tanh")
 
 _ACTIVATIONS: Mapping[str, _Activation] = MappingProxyType(
     {
-        "gelu": _Activation(_gelu, _gelu_backward, _gelu_backward_of_torch, is_one_operator=True),
-        "gelu_tanh": _Activation(_gelu_tanh, _gelu_tanh_backward, _gelu_tanh_backward_of_torch, is_one_operator=True),
+        "gelu": _Activation(F.gelu, _gelu_backward, _gelu_backward_of_torch, is_one_operator=True),
+        "gelu_tanh": _Activation(
+            _GELU_TANH,
+            _gelu_tanh_backward,
+            partial(_gelu_backward_of_torch, approximate="tanh"),
+            is_one_operator=True,
+        ),
         "relu2": _Activation(_squared_relu, _squared_relu_backward, _squared_relu_backward),
-        "swiglu": _Activation(_swiglu, _swiglu_backward, _swiglu_backward_in_parts),
-        "geglu": _Activation(_geglu, _geglu_backward, _geglu_backward_in_parts),
-        "geglu_tanh": _Activation(_geglu_tanh, _geglu_tanh_backward, _geglu_tanh_backward_in_parts),
+        "swiglu": _Activation(_swiglu, _swiglu_backward, partial(_gated_backward, F.silu, _SILU_BACKWARD)),
+        "geglu": _Activation(_geglu, _geglu_backward, partial(_gated_backward, F.gelu, _GELU_BACKWARD)),
+        "geglu_tanh": _Activation(
+            _geglu_tanh,
+            _geglu_tanh_backward,
+            partial(_gated_backward, _GELU_TANH, partial(_GELU_BACKWARD, approximate="tanh")),
+        ),
     }
 )
