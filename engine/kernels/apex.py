@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from triaxis.engine.kernels.trial import failure
+
 ADAMW_MODE = 1
 """apex's mode for decoupled weight decay; 0 is L2."""
 CHUNK = 2048 * 32
@@ -90,7 +92,8 @@ def apex_failure(device: torch.device) -> str:
     direction = mean / (1 - beta1**2) / ((square / (1 - beta2**2)).sqrt() + 1e-8)
     wanted = w - lr * (direction + decay * w)
     numbers = {"lr": lr, "scale": scale}
-    try:
+
+    def run() -> None:
         open_apex().update(
             [[g], [w], [m], [v]],
             **{name: torch.full((1,), value, device=device) for name, value in numbers.items()},
@@ -101,10 +104,9 @@ def apex_failure(device: torch.device) -> str:
             skip=torch.zeros(1, dtype=torch.int32, device=device),
         )
         if not (w - wanted).norm() < 1e-4 * lr * wanted.norm():
-            return "its update is not that of AdamW"
-    except Exception as error:  # errors of a foreign library have any type
-        return (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".")[:240]
-    return ""
+            raise RuntimeError("its update is not that of AdamW")
+
+    return failure(run)
 
 
 def apex_refusal(device: torch.device, reason: str) -> str:

@@ -15,6 +15,7 @@ from triaxis.engine.kernels.attention import attention, masked_kernel
 from triaxis.engine.kernels.masked_attention import Mask, masked_attention
 from triaxis.engine.kernels.te import how_to_install
 from triaxis.engine.kernels.te_attention import te_attention_failure
+from triaxis.engine.kernels.trial import failure
 
 _TRIED_LENGTH = 128
 
@@ -86,12 +87,8 @@ def _failure(kernel: str, shape: AttentionShape, run: Callable[[], None]) -> str
     # torch's own choice always runs, and so do plain operators.
     if kernel == "explicit" or (kernel == "sdpa" and shape.pattern.is_plain):
         return ""
-    try:
-        run()
-    except (RuntimeError, AttributeError) as error:  # AttributeError: this torch has no such operator
-        # Keep only the first sentence. The following ones list torch's reasons against every backend.
-        return str(error).splitlines()[0].partition(". ")[0].rstrip(".")
-    return ""
+    # Keep only the first sentence. The following ones list torch's reasons against every backend.
+    return failure(run).partition(". ")[0]
 
 
 def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from triaxis.engine.kernels.trial import failure
 from triaxis.engine.program import pip_install
 
 Form = Literal["eager", "compiled"]
@@ -65,13 +66,12 @@ EAGER = Fusion("eager")
 
 def compiler_failure(device: torch.device) -> str:
     """Compile a small function for `device`; return the reason if that fails, else ""."""
-    try:
-        result = Fusion("compiled")(_trial)(torch.ones(8, device=device))
-    except Exception as error:  # a missing compiler raises differently by version
-        lines = (line.strip() for line in str(error).splitlines())
-        return next((line for line in lines if line), type(error).__name__).rstrip(".")
-    assert result.tolist() == [3.0] * 8, "the compiler made something else of x + 2"
-    return ""
+
+    def run() -> None:
+        if Fusion("compiled")(_trial)(torch.ones(8, device=device)).tolist() != [3.0] * 8:
+            raise RuntimeError("the compiler made something else of x + 2")
+
+    return failure(run)
 
 
 def compiler_refusal(device: torch.device, reason: str) -> str:

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from triaxis.engine.kernels.trial import failure
 from triaxis.engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
 
 ExpertKernel = Literal["loop", "grouped"]
@@ -103,13 +104,13 @@ def grouped_gemm_failure(dtype: torch.dtype, device: torch.device) -> str:
         The reason if the GEMM fails or differs, else "".
     """
     ends = Ends(torch.tensor(_TRIED_ENDS, dtype=torch.int32, device=device))
-    try:
+
+    def run() -> None:
         grouped, loop = (_tried(dtype, ends, kernel) for kernel in ("grouped", "loop"))
-    except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
-        return str(error).splitlines()[0].rstrip(".")[:160]
-    if not all(torch.equal(one, other) for one, other in zip(grouped, loop, strict=True)):
-        return "its products are not the loop's, of experts without rows or of all"
-    return ""
+        if not all(torch.equal(one, other) for one, other in zip(grouped, loop, strict=True)):
+            raise RuntimeError("its products are not the loop's, of experts without rows or of all")
+
+    return failure(run)
 
 
 def _tried(dtype: torch.dtype, ends: Ends, kernel: ExpertKernel) -> tuple[torch.Tensor, torch.Tensor]:

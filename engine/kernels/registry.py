@@ -244,35 +244,33 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
     `decoding` is a single query's attention shape; None means `shape`.
     """
     device = shape.device
-    of_compiler = cache(lambda: compiler_failure(device))
+    dtype = shape.dtype
+    # By choice: a function that tries it, and one that writes the message for a reason.
+    tried: dict[str, tuple[Callable[[], str], Callable[[str], str]]] = {
+        "fused": (
+            lambda: weight_grad_failure("fused", dtype, main_grad, device),
+            lambda reason: weight_grad_refusal("fused", dtype, main_grad, device, reason),
+        ),
+        "grouped": (
+            lambda: grouped_gemm_failure(dtype, device),
+            lambda reason: grouped_gemm_refusal(dtype, device, reason),
+        ),
+        "te": (lambda: gemm_failure(dtype, main_grad, device), lambda reason: gemm_refusal(dtype, device, reason)),
+        "apex": (lambda: apex_failure(device), lambda reason: apex_refusal(device, reason)),
+        "compiled": (cache(lambda: compiler_failure(device)), lambda reason: compiler_refusal(device, reason)),
+    }
 
     def failure(name: str, choice: str) -> str:
         if name == "attention":
             return attention_failure(choice, shape)
         if name == "decoding":
             return decoding_failure(choice, decoding or shape)
-        if choice == "fused":
-            return weight_grad_failure("fused", shape.dtype, main_grad, device)
-        if choice == "grouped":
-            return grouped_gemm_failure(shape.dtype, device)
-        if choice == "te":
-            return gemm_failure(shape.dtype, main_grad, device)
-        if choice == "apex":
-            return apex_failure(device)
-        return of_compiler() if choice == "compiled" else ""
+        return tried[choice][0]() if choice in tried else ""
 
     def refusal(name: str, choice: str, reason: str) -> str:
         if name == "attention":
             return attention_refusal(choice, shape, reason)
-        if choice == "fused":
-            return weight_grad_refusal("fused", shape.dtype, main_grad, device, reason)
-        if choice == "grouped":
-            return grouped_gemm_refusal(shape.dtype, device, reason)
-        if choice == "te":
-            return gemm_refusal(shape.dtype, device, reason)
-        if choice == "apex":
-            return apex_refusal(device, reason)
-        return compiler_refusal(device, reason)
+        return tried[choice][1](reason)
 
     return Trials(failure, refusal)
 

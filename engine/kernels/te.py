@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from triaxis.engine.kernels.fp8.recipes import Quantised
 from triaxis.engine.kernels.te_storage import Storages, open_storages
+from triaxis.engine.kernels.trial import failure, first_line
 from triaxis.engine.program import install
 
 FIRST_VERSION = "2.10"
@@ -165,19 +166,6 @@ def open_te() -> TransformerEngine:
     return TransformerEngine(function, attention, storages, version)
 
 
-def te_failure(run: Callable[[TransformerEngine], object]) -> str:
-    """Open Transformer Engine and call `run` with it.
-
-    Returns:
-        The reason if either step fails, else "".
-    """
-    try:
-        run(open_te())
-    except Exception as error:  # errors of a foreign library have any type
-        return _first_line(error)
-    return ""
-
-
 def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device) -> str:
     """Try a layer's three GEMMs on small matrices.
 
@@ -185,8 +173,8 @@ def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch
         The reason if a GEMM does not run or is wrong, else "".
     """
 
-    def run(te: TransformerEngine) -> None:
-        generator = torch.Generator().manual_seed(1)
+    def run() -> None:
+        te, generator = open_te(), torch.Generator().manual_seed(1)
         x, weight, bias, grad, main_grad = (
             torch.randn(*shape, generator=generator).to(device, dtype)
             for shape in ((32, 16), (48, 16), (48,), (32, 48), (48, 16))
@@ -206,7 +194,7 @@ def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch
             )
         _compare("gradient of GELU", te.input_grad_of_gelu(grad, weight, x.detach()), expected)
 
-    return te_failure(run)
+    return failure(run)
 
 
 def _compare(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> None:
@@ -243,9 +231,4 @@ def _lacking(function: Callable[..., Any]) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
         return "the package transformer-engine is not installed"
-    return f"transformer-engine is installed and cannot be imported: {_first_line(error)}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = (line.strip().rstrip(".") for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)[:240]
+    return f"transformer-engine is installed and cannot be imported: {first_line(error)}"

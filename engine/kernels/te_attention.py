@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triaxis.engine.kernels.te import TransformerEngine, te_failure
+from triaxis.engine.kernels.te import TransformerEngine, open_te
+from triaxis.engine.kernels.trial import failure
 
 TRIED = (128, 1)
 """Tokens and samples in the trial."""
@@ -64,8 +65,8 @@ def te_attention_failure(
     """
     length, samples = TRIED
 
-    def run(te: TransformerEngine) -> None:
-        generator = torch.Generator().manual_seed(1)
+    def run() -> None:
+        te, generator = open_te(), torch.Generator().manual_seed(1)
         numbers = [
             torch.randn(samples, n, length, head_dim, generator=generator).to(device, dtype)
             for n in (heads, kv_heads, kv_heads)
@@ -75,7 +76,7 @@ def te_attention_failure(
             if not (one.double() - other.double()).norm() < 0.05 * other.double().norm():
                 raise RuntimeError("its result or gradients are not those of attention")
 
-    return te_failure(run)
+    return failure(run)
 
 
 def _gradients(

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from triaxis.engine.kernels.trial import failure
+
 WeightGradKernel = Literal["separate", "fused"]
 
 
@@ -45,11 +47,7 @@ def weight_grad_failure(
     """Try the kernel on a small matrix; return torch's reason if it does not run, else ""."""
     grad, inputs = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(2))
     main_grad = torch.ones(16, 16, dtype=main_grad_dtype, device=device)
-    try:
-        add_matmul(main_grad, grad, inputs, overwrite=False, kernel=kernel)
-    except (RuntimeError, NotImplementedError) as error:
-        return str(error).splitlines()[0].rstrip(".")[:160]
-    return ""
+    return failure(lambda: add_matmul(main_grad, grad, inputs, overwrite=False, kernel=kernel))
 
 
 def weight_grad_refusal(

@@ -16,7 +16,8 @@ from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.fp8.block_product import block_product, has_block_gemm
 from triaxis.engine.kernels.fp8.recipes import E4M3, Fp8Format, Quantised, Recipe, amax, in_rows, quantise, recipe_of
 from triaxis.engine.kernels.fusion import EAGER, Fusion
-from triaxis.engine.kernels.te import TransformerEngine, how_to_install, open_te, te_failure
+from triaxis.engine.kernels.te import TransformerEngine, how_to_install, open_te
+from triaxis.engine.kernels.trial import failure
 from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.numerics.precision import accumulation_dtype
 
@@ -157,15 +158,9 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
         return ""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         return f"{_name_of(device)} has no FP8; {'.'.join(map(str, FIRST_CAPABILITY))} is the first"
-    if backend == "te":
-        return te_failure(lambda te: _try_products(Fp8(recipe, backend, te), dtype, device))
-    if not recipe.is_tensorwise and (reason := _no_blocks(recipe, device)):
+    if backend == "torch" and not recipe.is_tensorwise and (reason := _no_blocks(recipe, device)):
         return reason
-    try:
-        _try_products(Fp8(recipe, backend), dtype, device)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        return str(error).splitlines()[0].rstrip(".")[:160]
-    return ""
+    return failure(lambda: _try_products(Fp8(recipe, backend, open_te() if backend == "te" else None), dtype, device))
 
 
 def _no_blocks(recipe: Recipe, device: torch.device) -> str:
