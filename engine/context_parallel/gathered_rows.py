@@ -7,10 +7,11 @@ The rows are MLA latents, or keys and values for the `explicit` kernel. Gathered
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
+from triaxis.engine.activations.linear_map import mapped
 from triaxis.engine.comm.ledger import KEYS_AND_VALUES
 from triaxis.engine.context_parallel.attention import ContextParallelRegion, reordered
 from triaxis.engine.context_parallel.mixer import Mixer
@@ -34,24 +35,17 @@ class GatheredRows(Mixer):
         `rows` are this rank's k and v, or MLA latents, [s/c, b, n_i, d] each.
         """
         packed = rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=2)
-        whole = _Gather.apply(packed, mask.part, self.region)
+        assert mask.part is not None
+        whole = mapped(packed, partial(self._gathered, mask.part), partial(self._summed, mask.part))
         return self.mixed(q, whole.split([each.shape[2] for each in rows], dim=2), mask, keys)
 
+    def _gathered(self, part: SequencePart, x: torch.Tensor) -> torch.Tensor:
+        """All-gather the cp ranks' parts, and restore the order of tokens in their rows (samples)."""
+        return reordered(self.region.axis.all_gather(x, f"{KEYS_AND_VALUES} forward").wait(), part.to_rows)
 
-class _Gather(torch.autograd.Function):
-    """All-gather the cp ranks' parts, and restore the order of tokens in their rows (samples).
-
-    The backward sums the gradients over cp and keeps this rank's part (reduce-scatter).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> torch.Tensor:
-        ctx.part, ctx.region = part, region
-        return reordered(region.axis.all_gather(x, f"{KEYS_AND_VALUES} forward").wait(), part.to_rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        region: ContextParallelRegion = ctx.region
+    def _summed(self, part: SequencePart, grad: torch.Tensor) -> torch.Tensor:
+        """Sum gradients over cp, and keep this rank's part (reduce-scatter)."""
+        region = self.region
         wide = grad.to(accumulation_dtype(grad.dtype) if region.sums_wide else grad.dtype)
-        summed = region.axis.reduce_scatter(reordered(wide, ctx.part.to_parts), f"{KEYS_AND_VALUES} gradients")
-        return summed.wait().to(grad.dtype), None, None
+        summed = region.axis.reduce_scatter(reordered(wide, part.to_parts), f"{KEYS_AND_VALUES} gradients")
+        return summed.wait().to(grad.dtype)

@@ -9,10 +9,10 @@ Attention work is equal on all ranks, whatever the documents are.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
+from triaxis.engine.activations.linear_map import mapped
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import HEADS
 from triaxis.engine.context_parallel.mixer import Mixer
@@ -49,23 +49,18 @@ class ExchangedHeads(Mixer):
         c = self.axis.size
         # [c, s/c, b, n_i/c, d]: dim 0 is the destination before the exchange, and the source, in row order, after it.
         by_rank = [each.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) for each in tensors]
-        received = _AllToAll.apply(torch.cat(by_rank, dim=3), self.axis, "in")
+        received = self.exchanged(torch.cat(by_rank, dim=3), "in")
         return received.flatten(0, 1).split([each.shape[3] for each in by_rank], dim=2)
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Exchange [s, b, n/c, d] for [s/c, b, n, d]."""
-        received = _AllToAll.apply(x.unflatten(0, (self.axis.size, -1)), self.axis, "out")
+        received = self.exchanged(x.unflatten(0, (self.axis.size, -1)), "out")
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-
-class _AllToAll(torch.autograd.Function):
-    """All-to-all on [c, ..] that sends block i to rank i and receives block i from rank i."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, name: str) -> torch.Tensor:
-        ctx.axis, ctx.name = axis, name
-        return axis.all_to_all(x, f"{HEADS} {name} forward").wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.axis.all_to_all(grad, f"{HEADS} {ctx.name} backward").wait(), None, None
+    def exchanged(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Send block i of x [c, ..] to rank i, and receive block i from rank i. `name` labels the call in the ledger."""
+        return mapped(
+            x,
+            lambda x: self.axis.all_to_all(x, f"{HEADS} {name} forward").wait(),
+            lambda grad: self.axis.all_to_all(grad, f"{HEADS} {name} backward").wait(),
+        )

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
+from triaxis.engine.activations.linear_map import mapped
 from triaxis.engine.activations.saved_tensors import TensorObserver, unobserved
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
@@ -349,11 +350,17 @@ class _Exchange:
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """Map row outputs [R, h], ordered by expert, to sums over each token's experts [T, h]."""
-        ordered = _Ordered.apply(out, self)
+        ordered = mapped(
+            out, lambda x: x.index_select(0, self.from_expert), lambda grad: grad.index_select(0, self.by_expert)
+        )
         del out
-        returned = _Returned.apply(ordered, self)
+        returned = mapped(
+            ordered,
+            lambda x: self.back(x, f"{EXPERTS} forward").wait(),
+            lambda grad: self.there(grad, f"{EXPERTS} backward").wait(),
+        )
         del ordered
-        return _Summed.apply(returned, self)
+        return mapped(returned, self.sums, lambda grad: grad.index_select(0, self.tokens))
 
 
 class ExchangeDispatch:
@@ -452,42 +459,3 @@ class _There(torch.autograd.Function):
         ]
         of_rows, of_slots = (each.wait() for each in posted)
         return exchange.sums(of_rows), exchange.slots_from(of_slots), None
-
-
-class _Ordered(torch.autograd.Function):
-    """Permutes rows [R, h] from expert order to receive order."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        return out.index_select(0, exchange.from_expert)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.index_select(0, ctx.exchange.by_expert), None
-
-
-class _Returned(torch.autograd.Function):
-    """Returns rows to their tokens' ranks, [R, h] in receive order -> [sum(sent), h] in sending order."""
-
-    @staticmethod
-    def forward(ctx: Any, ordered: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        return exchange.back(ordered, f"{EXPERTS} forward").wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.exchange.there(grad, f"{EXPERTS} backward").wait(), None
-
-
-class _Summed(torch.autograd.Function):
-    """Sums each token's rows, [sum(sent), h] in sending order -> [T, h]."""
-
-    @staticmethod
-    def forward(ctx: Any, returned: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
-        ctx.exchange = exchange
-        return exchange.sums(returned)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.index_select(0, ctx.exchange.tokens), None

@@ -5,10 +5,10 @@ communication.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from triaxis.engine.activations.linear_map import mapped
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.numerics.precision import accumulate
 
@@ -39,8 +39,10 @@ class VocabularyLogits:
 
     def sum(self, columns: torch.Tensor) -> torch.Tensor:
         """Sum `columns` [s, b, v] over the vocabulary of all tp ranks -> [s, b]."""
-        total: torch.Tensor = _SumOfRanks.apply(columns.sum(-1), self.axis)
-        return total
+        # Each rank's gradient is already that of the whole sum.
+        return mapped(
+            columns.sum(-1), lambda part: self.axis.all_reduce(part.clone(), PURPOSE).wait(), lambda grad: grad
+        )
 
     def max(self) -> torch.Tensor:
         """Find each token's largest logit, [s, b], without a gradient."""
@@ -68,15 +70,3 @@ class VocabularyLogits:
     def cross_entropy(self, labels: torch.Tensor) -> torch.Tensor:
         """Compute -log softmax(z)_label per token, [s, b]; labels int64 [s, b]."""
         return self.log_sum_exp() - self.at(labels)
-
-
-class _SumOfRanks(torch.autograd.Function):
-    """Autograd function whose forward all-reduces over tp and whose backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return axis.all_reduce(part.clone(), PURPOSE).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None

@@ -10,17 +10,16 @@ the result is gathered over tp at the end.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
+from triaxis.engine.activations.linear_map import mapped
 from triaxis.engine.expert_parallel.dispatch import Dispatched
 from triaxis.engine.expert_parallel.experts import Ends, ExpertContext, ExpertDown, ExpertUp
 from triaxis.engine.expert_parallel.routing import Choice
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
-from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.models.gpt.context import BuildContext
 from triaxis.models.gpt.mlp import MLP
 from triaxis.models.specs import up_name
@@ -54,7 +53,8 @@ class MoE(nn.Module):
         """Apply the experts to x [s(/t), b, h], and return the same shape. `keys` gives each token's position in its sample."""
         region, saved = self.context.region, self.context.saved
         is_cut = self.experts.cuts_tokens and not region.sequence_parallel
-        local = _Part.apply(x, region, f"{self.name} tokens") if is_cut else x
+        # All tp ranks hold the whole sequence and its gradient; each routes a part of it.
+        local = mapped(x, self._part, self._whole) if is_cut else x
         tokens = local.flatten(0, 1)
         choose = partial(self._choose, keys, x.shape)
         # A replayed layer takes the forward's choice from `once`; a different choice would exchange different rows.
@@ -67,8 +67,16 @@ class MoE(nn.Module):
         sent = dispatch(tokens, weights)
         y = sent.combine(self._outputs(sent)).view_as(local)
         if is_cut:
-            y = _Whole.apply(y, region, f"{self.name} tokens")
+            y = mapped(y, self._whole, self._part)
         return y if shared is None else y + shared
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        """Cut out this rank's part of a sequence, [s, b, h] -> [s/t, b, h]."""
+        return x[replace(self.context.region, sequence_parallel=True).shard_of_sequence(x.shape[0])].clone()
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """Gather the sequence from the tp ranks' parts, [s/t, b, h] -> [s, b, h]."""
+        return self.context.region.axis.all_gather(x.contiguous(), f"{self.name} tokens").wait()
 
     def _outputs(self, sent: Dispatched) -> torch.Tensor:
         """Run this rank's experts on the rows [R, h] sent to them, and return [R, h]."""
@@ -114,34 +122,3 @@ class MoE(nn.Module):
     def _up(self, ends: Ends, rows: torch.Tensor) -> torch.Tensor:
         inner: torch.Tensor = self.up(rows, ends)
         return inner
-
-
-class _Part(torch.autograd.Function):
-    """Cut out this rank's part of a sequence, [s, b, h] -> [s/t, b, h]. All tp ranks hold the whole sequence."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> torch.Tensor:
-        ctx.region, ctx.purpose = region, purpose
-        part = replace(region, sequence_parallel=True).shard_of_sequence(x.shape[0])
-        return x[part].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.region.axis.all_gather(grad.contiguous(), ctx.purpose).wait(), None, None
-
-
-class _Whole(torch.autograd.Function):
-    """Gather the whole sequence from all tp ranks' parts, [s/t, b, h] -> [s, b, h].
-
-    Every tp rank holds the whole gradient, and the backward cuts out this rank's part.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, region: TensorParallelRegion, purpose: str) -> torch.Tensor:
-        ctx.region = region
-        return region.axis.all_gather(y.contiguous(), purpose).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        part = replace(ctx.region, sequence_parallel=True).shard_of_sequence(grad.shape[0])
-        return grad[part].contiguous(), None, None

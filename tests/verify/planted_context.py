@@ -9,11 +9,12 @@ import triaxis.engine.context_parallel.attention
 import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
+from triaxis.engine.activations.linear_map import mapped
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.context_parallel.attention import ContextParallelRegion, HeadSlices, pack_keys_and_values
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.mixer import Mixer
-from triaxis.engine.context_parallel.ulysses import ExchangedHeads, _AllToAll
+from triaxis.engine.context_parallel.ulysses import ExchangedHeads
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.data.sequence_part import SequencePart
@@ -166,14 +167,17 @@ def heads_come_back_in_another_order() -> None:
     """The ranks' heads come back interleaved."""
 
     def interleaved(self: ExchangedHeads, x: torch.Tensor) -> torch.Tensor:
-        received = _AllToAll.apply(x.unflatten(0, (self.axis.size, -1)), self.axis, "out")
+        received = self.exchanged(x.unflatten(0, (self.axis.size, -1)), "out")
         return received.permute(1, 2, 3, 0, 4).flatten(2, 3)
 
     ExchangedHeads.to_tokens = interleaved  # type: ignore[method-assign]
 
 
 def gradients_of_exchanged_heads_stay_where_they_are() -> None:
-    _AllToAll.backward = staticmethod(lambda ctx, grad: (grad.clone(), None, None))  # type: ignore[method-assign]
+    exchanged = ExchangedHeads.exchanged
+    ExchangedHeads.exchanged = lambda self, x, name: mapped(  # type: ignore[method-assign]
+        x, lambda x: exchanged(self, x, name), torch.clone
+    )
 
 
 def every_rank_has_the_dropout_of_the_first_heads() -> None:

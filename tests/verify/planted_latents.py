@@ -6,7 +6,7 @@ import torch
 
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
-from triaxis.engine.context_parallel.gathered_rows import _Gather
+from triaxis.engine.context_parallel.gathered_rows import GatheredRows
 from triaxis.engine.tensor_parallel.entered import _Entered
 
 
@@ -18,11 +18,10 @@ def latents_have_the_gradients_of_this_ranks_heads() -> None:
 def latents_stay_in_the_order_of_ranks() -> None:
     """The gathered latents of blocks that were dealt out are not put back in the order of the row."""
 
-    def unordered(ctx: Any, x: torch.Tensor, part: Any, region: Any) -> torch.Tensor:
-        ctx.part, ctx.region = part, region
-        return region.axis.all_gather(x, "keys and values forward").wait()
+    def unordered(self: GatheredRows, part: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.region.axis.all_gather(x, "keys and values forward").wait()
 
-    _Gather.forward = staticmethod(unordered)  # type: ignore[method-assign]
+    GatheredRows._gathered = unordered  # type: ignore[method-assign]
 
 
 BUGS = (
