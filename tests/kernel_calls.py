@@ -133,7 +133,7 @@ def masks(device: torch.device) -> list[Mask]:
     return found
 
 
-def attend_and_back(kernel: Kernel, mask: Mask, dtype: torch.dtype, device: torch.device) -> list[tuple[int, ...]]:
+def attend_and_back(kernel: Kernel[Any], mask: Mask, dtype: torch.dtype, device: torch.device) -> list[tuple[int, ...]]:
     """Run a kernel forward and backward with 4 query and 2 key/value heads; return the shapes of out, lse and the gradients."""
     part = mask.part
     tokens = 16 if part is None else part.positions.shape[1]
@@ -148,7 +148,7 @@ def _flash() -> None:
         attend_and_back(gpu_kernel(mask), mask, torch.bfloat16, META)
 
 
-def gpu_kernel(mask: Mask) -> Kernel:
+def gpu_kernel(mask: Mask) -> Kernel[Any]:
     """Return the kernel of a GPU for a mask."""
     return Varlen(mask, 0.3)
 

@@ -156,7 +156,7 @@ class _ContextAttention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        kernel: Kernel,
+        kernel: Kernel[Any],
         part: SequencePart,
         region: ContextParallelRegion,
     ) -> torch.Tensor:

@@ -86,7 +86,9 @@ def attention(
     return out if out.shape[-1] == size else out[..., :size]
 
 
-def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None) -> Kernel:
+def masked_kernel(
+    name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None
+) -> Kernel[Any]:
     """Build the named kernel for a mask.
 
     Raises:
@@ -98,7 +100,7 @@ def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | No
         raise RuntimeError("it cannot cap the logits; blocks can")
     if not record.made_by or record.made_for not in ("", device.type):
         raise RuntimeError(f"it has no windows, documents or sinks on {device.type}; blocks has")
-    made: Kernel = _imported(record.made_by)(mask, scale, softcap)
+    made: Kernel[Any] = _imported(record.made_by)(mask, scale, softcap)
     return made
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from triaxis.engine.kernels.masked_attention import ByPieces, Mask, Piece, Places, Tensors3
+from triaxis.engine.kernels.masked_attention import Kernel, Mask, Piece, Places, Tensors3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class _Packed(Piece):
     longest: tuple[int, int]
 
 
-class Varlen(ByPieces[_Packed]):
+class Varlen(Kernel[_Packed]):
     """Flash attention on a GPU, for whole rows in one call, or for each run of a rank's queries (context parallelism).
 
     The kernel's causal mask is aligned with a document's last query and last key (flash attention from 2.1 on). The kernel cannot

@@ -16,7 +16,7 @@ No [s, s] mask is built. Memory and FLOPs grow only with the visible keys. The k
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate as running_sums
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -49,35 +49,8 @@ WHOLE = Mask()
 """The plain causal mask."""
 
 
-class Kernel(Protocol):
-    """Attention without sinks.
-
-    The shapes are q [b, n, s, d], k, v [b, n_kv, s_k, d]. One kernel, `Blocks`, also takes values of another size than
-    the keys: v [.., d_v], with output [.., d_v].
-    """
-
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the output [b, n, s, d] and its log-sum-exp [b, n, s] in the accumulation dtype."""
-        ...
-
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> Tensors3:
-        """Compute the gradients for q, k and v; those for k and v may be in the accumulation dtype.
-
-        With sinks, `out` and `lse` are results of `attend`, not of `forward`.
-        """
-        ...
-
-
 def masked_attention(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    kernel: "Kernel[Any]", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute attention with autograd.
 
@@ -87,7 +60,7 @@ def masked_attention(
 
 
 def attend(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    kernel: "Kernel[Any]", q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output and its log-sum-exp, both with sinks, outside autograd.
 
@@ -119,7 +92,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, kernel: Kernel
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, kernel: "Kernel[Any]"
     ) -> torch.Tensor:
         out, lse = attend(kernel, q, k, v, sinks)
         ctx.kernel = kernel
@@ -261,8 +234,11 @@ def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> I
             yield _Piece(stretch.queries.part(first, stop), keys, position - first_key, window)
 
 
-class ByPieces(Generic[AnyPiece]):
-    """A kernel that computes consecutive queries piece by piece, with their visible keys.
+class Kernel(Generic[AnyPiece]):
+    """Attention without sinks, which computes consecutive queries piece by piece, with their visible keys.
+
+    The shapes are q [b, n, s, d], k, v [b, n_kv, s_k, d]. One kernel, `Blocks`, also takes values of another size than
+    the keys: v [.., d_v], with output [.., d_v].
 
     Args:
         mask: restriction on the visible keys beyond causality.
@@ -276,6 +252,7 @@ class ByPieces(Generic[AnyPiece]):
         self.softcap = softcap
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the output [b, n, s, d] and its log-sum-exp [b, n, s] in the accumulation dtype."""
         b, n, s, _ = q.shape
         # The memory order is [s, b, n, d_v], in which the next layer reads the output.
         out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3)
@@ -295,6 +272,10 @@ class ByPieces(Generic[AnyPiece]):
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> Tensors3:
+        """Compute the gradients for q, k and v; those for k and v may be in the accumulation dtype.
+
+        With sinks, `out` and `lse` are results of `attend`, not of `forward`.
+        """
         wide = accumulation_dtype(q.dtype)
         grad_q = torch.empty_like(q)
         # Several pieces may add to the same key.
@@ -332,7 +313,7 @@ class ByPieces(Generic[AnyPiece]):
         raise NotImplementedError
 
 
-class CpuFlash(ByPieces[_Piece]):
+class CpuFlash(Kernel[_Piece]):
     """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
 
     The kernel's causal mask is aligned with the first key, so queries that begin later in their document need two calls. The
@@ -396,7 +377,7 @@ class CpuFlash(ByPieces[_Piece]):
         return [own] if piece.position == 0 else [(slice(0, piece.position), False, None), own]
 
 
-class Blocks(ByPieces[_Piece]):
+class Blocks(Kernel[_Piece]):
     """Attention in plain operators, one block of queries at a time (2205.14135).
 
     The backward recomputes each block's probabilities.

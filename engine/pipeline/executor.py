@@ -13,7 +13,7 @@ output is sent.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -29,10 +29,8 @@ from triaxis.engine.pipeline.p2p import StageTensor, Transport
 InstructionObserver = Callable[[Instruction | None], None]
 
 
-class ChunkFunction(Protocol):
-    """A function that runs this rank's chunk number `chunk` on one microbatch. `x` is None on the first stage."""
-
-    def __call__(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
+ChunkFunction = Callable[[int, torch.Tensor | None, Any], torch.Tensor]
+"""Function (number of this rank's chunk, x or None on the first stage, microbatch) -> the chunk's output."""
 
 
 @dataclass(slots=True)

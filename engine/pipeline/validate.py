@@ -73,8 +73,8 @@ def check(subject: Schedule | Program, opened: Collection[Connection] | None = N
         checker.check_grouping()
     ranks = range(len(program.instructions))
     return ScheduleFacts(
-        tuple(checker.peak_in_flight(rank) for rank in ranks),
-        tuple(checker.peak_held(rank) for rank in ranks),
+        tuple(0 if program.schedule.forward_only else checker.peak(rank, Kind.F, Kind.B, Kind.I) for rank in ranks),
+        tuple(checker.peak(rank, Kind.I, Kind.W) for rank in ranks),
         tuple(checker.peak_early_receives(rank) for rank in ranks),
         tuple(sum(len(each.transfers) for each in row if isinstance(each, Post)) for row in program.instructions),
     )
@@ -399,21 +399,14 @@ class _Checker:
 
     # --- what it takes ---------------------------------------------------------------------------------------------
 
-    def peak_in_flight(self, rank: int) -> int:
-        now = peak = 0
-        for each in self.rows[rank]:
-            if isinstance(each, Action) and not self.schedule.forward_only:
-                now += each.kind is Kind.F
-                peak = max(peak, now)
-                now -= each.kind in (Kind.B, Kind.I)
-        return peak
-
-    def peak_held(self, rank: int) -> int:
+    def peak(self, rank: int, begins: Kind, *ends: Kind) -> int:
+        """Count the most microbatch-chunks that an action `begins` has opened and none of `ends` has closed."""
         now = peak = 0
         for each in self.rows[rank]:
             if isinstance(each, Action):
-                now += (each.kind is Kind.I) - (each.kind is Kind.W)
+                now += each.kind is begins
                 peak = max(peak, now)
+                now -= each.kind in ends
         return peak
 
     def peak_early_receives(self, rank: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -33,13 +33,6 @@ from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.records import StepFacts, TensorKind, TensorReport, together
 
 NOISE_STD = 0.1
-
-
-class Notebook(Protocol):
-    """A receiver that writes or compares the weights, gradients and optimizer states in every step."""
-
-    def tensor(self, step: int, kind: TensorKind, part: "HeldElements") -> None: ...
-    def step_done(self, step: int) -> None: ...
 
 
 class HeldElements:
@@ -112,7 +105,7 @@ def run_steps(
     engine: Engine,
     steps: Sequence[Sequence[Any]],
     lr: float,
-    notebook: Notebook,
+    notebook: "Writing | Comparing",
     watch: AbstractContextManager[None],
     begin_step: Callable[[int], None] = lambda step: None,
     *,
@@ -165,7 +158,7 @@ def run_steps(
     return facts
 
 
-def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: Notebook) -> None:
+def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: "Writing | Comparing") -> None:
     for owned in engine.optimizer.trained if kind == "gradient" else having(engine.optimizer.owned, kind):
         # In an fp16 run, gradients keep the loss scale until the update; the run in a wider dtype has none.
         values = owned.grads / engine.loss_scale.scale if kind == "gradient" else owned.state.read(kind)
@@ -175,7 +168,7 @@ def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: Notebook)
             notebook.tensor(step, kind, HeldElements(segment.record, segment.start, part))
 
 
-def _write_parameters(engine: Engine, step: int, kind: TensorKind, notebook: Notebook) -> None:
+def _write_parameters(engine: Engine, step: int, kind: TensorKind, notebook: "Writing | Comparing") -> None:
     for parameter in engine.parameters.values():
         flat = parameter.weight().detach().view(-1)[: parameter.record.box_numel]
         notebook.tensor(step, kind, HeldElements(parameter.record, 0, flat))

@@ -12,11 +12,12 @@ the rank's weight gradient is a partial sum. If sequence parallelism is off, eac
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
 
+from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.linear.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.entered import outside_of
@@ -24,22 +25,6 @@ from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.context import BuildContext, LayerInputs, Positions
 from triaxis.models.gpt.embedding import Embedding
 from triaxis.models.gpt.losses import TokenLosses
-
-
-class RowsAhead(Protocol):
-    """The fields of a microbatch that D multi-token prediction layers read.
-
-    Attributes:
-        labels: the next tokens, int64 [b, s].
-        position_ids: the tokens' positions, int64 [b, s].
-        ahead: each layer's labels, int64 [D, b, s]; not None here.
-        mask_ahead: True where a label in `ahead` counts in the loss, bool [D, b, s]; not None here.
-    """
-
-    labels: torch.Tensor
-    position_ids: torch.Tensor
-    ahead: torch.Tensor | None
-    mask_ahead: torch.Tensor | None
 
 
 class TokensAhead(nn.Module):
@@ -57,7 +42,7 @@ class TokensAhead(nn.Module):
         self.layers = nn.ModuleList([TokenAhead(context, layer) for layer in layers])
 
     def forward(
-        self, hidden: torch.Tensor, head: ColumnParallelLinear, batch: RowsAhead, inputs: LayerInputs
+        self, hidden: torch.Tensor, head: ColumnParallelLinear, batch: MicroBatch, inputs: LayerInputs
     ) -> list[torch.Tensor]:
         """Compute each layer's loss sum over unmasked labels, times `mtp.loss_weight` / number of layers.
 

@@ -11,13 +11,11 @@ of the window becomes a new prompt.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from triaxis.engine.comm.texts import gather_text
-from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.errors import ModelError
 from triaxis.engine.numerics.hashing import GOLDEN, key64, mix_words_, shift_right
@@ -28,19 +26,12 @@ from triaxis.engine.pipeline.programs import Programs
 from triaxis.models.gpt.chunk import GPTChunk
 from triaxis.models.inference.decoding import DecodingChunk
 
+if TYPE_CHECKING:  # generation reads neither's own parts
+    from triaxis.engine.step import Engine
+    from triaxis.models.inference.load import LoadedModel
 
-class Model(Protocol):
-    """What generation needs to know of a model.
-
-    A training engine (`triaxis.engine.step.Engine`) and a `LoadedModel` provide it.
-    """
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def topology(self) -> Topology: ...
-    @property
-    def chunks(self) -> Sequence[object]: ...
+Model: TypeAlias = "Engine | LoadedModel"
+"""A model that generation reads: in training, or loaded from a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
