@@ -45,8 +45,6 @@ class GeneralGemm(Protocol):
         out_dtype: torch.dtype | None = None,
         accumulate: bool = False,
         layout: str = "TN",
-        gelu: bool = False,
-        gelu_in: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         use_split_accumulator: bool = False,
@@ -78,23 +76,6 @@ class TransformerEngine:
         """Compute dY W [n, in]; grad [n, out], weight [out, in]. If `onto` [n, in] is given, add to it in place."""
         gemm = partial(self.general_gemm, weight, grad, layout="NN", out_dtype=grad.dtype, grad=True)
         return _first(gemm() if onto is None else gemm(out=onto, accumulate=True))
-
-    def forward_gelu(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute inner = X W^T + bias and its tanh GELU, both [n, out].
-
-        The shapes are x [n, in], weight [out, in], bias [out].
-        """
-        activated, _, inner, *_ = self.general_gemm(weight, x, layout="TN", out_dtype=x.dtype, bias=bias, gelu=True)
-        assert activated is not None and inner is not None, "general_gemm returns the input of GELU"
-        return inner, activated
-
-    def input_grad_of_gelu(self, grad: torch.Tensor, weight: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-        """Compute dY W GELU'(inner) [n, in]; grad [n, out], weight [out, in], inner [n, in]."""
-        return _first(
-            self.general_gemm(weight, grad, layout="NN", out_dtype=grad.dtype, grad=True, gelu=True, gelu_in=inner)
-        )
 
     def add_weight_grad(
         self,
@@ -186,13 +167,6 @@ def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch
         of_bias = te.add_weight_grad(main_grad, grad, x, overwrite=False, with_total=True)
         _compare("gradient of the weight", main_grad, expected)
         _compare("gradient of the bias", of_bias, grad.sum(0))
-        inner, activated = te.forward_gelu(x, weight, bias)
-        _compare("GELU", activated, F.gelu(inner, approximate="tanh"))
-        with torch.enable_grad():
-            (expected,) = torch.autograd.grad(
-                F.gelu(x.requires_grad_(), approximate="tanh"), x, grad_outputs=grad @ weight
-            )
-        _compare("gradient of GELU", te.input_grad_of_gelu(grad, weight, x.detach()), expected)
 
     return failure(run)
 

@@ -31,7 +31,6 @@ from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.linear.products import (
     IN_RUN_DTYPE,
     FusedWeights,
-    GeluGemms,
     LinearForm,
     LinearGemms,
     LinearParts,
@@ -93,13 +92,6 @@ class ColumnParallelLinear(nn.Module):
         """Map [s(/t), b, in] to [s, b, rows on this rank]."""
         return _ColumnParallel.apply(x, self)
 
-    def with_gelu(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute Y and GELU(Y), both [s, b, out/t], for one `RowParallelLinear`.
-
-        That layer's backward computes Y's gradient (`GeluGemms`). GELU(Y) gets none.
-        """
-        return _ColumnParallel.apply(x, self, True)
-
     @property
     def takes_bias_total(self) -> AddTotal:
         """The function that adds dY's sum over tokens [rows] to the bias gradients.
@@ -111,20 +103,14 @@ class ColumnParallelLinear(nn.Module):
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear, with_gelu: bool = False) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear) -> torch.Tensor:
         inputs, kept = layer.gemms.enter(x.contiguous(), layer.region, f"{layer.name} forward")
         ctx.layer, ctx.scale = layer, inputs.scale
         ctx.save_for_backward(kept)
-        if not with_gelu:
-            return layer.gemms.forward(inputs)
-        assert isinstance(layer.gemms, GeluGemms)
-        inner, activated = layer.gemms.forward_gelu(inputs)
-        # Only `inner` gets a gradient, computed by the layer that reads both (`RowParallelLinear.forward`).
-        ctx.mark_non_differentiable(activated)
-        return inner, activated
+        return layer.gemms.forward(inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *of_activated: Any) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: ColumnParallelLinear = ctx.layer
         (kept,), scale, gemms, deferring = ctx.saved_tensors, ctx.scale, layer.gemms, layer.queue.deferring
 
@@ -149,7 +135,7 @@ class _ColumnParallel(torch.autograd.Function):
                     lambda x, grad: gemms.add_weight_grads(Operand(grad, of_output.scale), Operand(x, scale)),
                 )
             )
-        return reduced.wait(), None, None  # 5
+        return reduced.wait(), None  # 5
 
 
 class RowParallelLinear(nn.Module):
@@ -183,26 +169,23 @@ class RowParallelLinear(nn.Module):
         self.queue = queue
         self.name = name
 
-    def forward(self, x: torch.Tensor, gelu_of: torch.Tensor | None = None) -> torch.Tensor:
-        """Map x [s, b, in on this rank] to [s(/t), b, out].
-
-        If x = GELU(`gelu_of`), `gelu_of` gets the gradient instead of x.
-        """
-        return _RowParallel.apply(x, self, gelu_of)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [s, b, in on this rank] to [s(/t), b, out]."""
+        return _RowParallel.apply(x, self)
 
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear, gelu_of: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear) -> torch.Tensor:
         inputs = layer.gemms.whole_input(x.contiguous())
         ctx.layer, ctx.scale = layer, inputs.scale
-        ctx.save_for_backward(inputs.tensor, gelu_of)
+        ctx.save_for_backward(inputs.tensor)
         return layer.region.leave(layer.gemms.forward(inputs), f"{layer.name} forward").wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: RowParallelLinear = ctx.layer
-        (x, gelu_of), scale, gemms = ctx.saved_tensors, ctx.scale, layer.gemms
+        (x,), scale, gemms = ctx.saved_tensors, ctx.scale, layer.gemms
         grad = grad.contiguous()
         gathered, kept = gemms.leave_backward(grad, layer.region, f"{layer.name} backward")
         if layer.bias is not None:
@@ -211,12 +194,7 @@ class _RowParallel(torch.autograd.Function):
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         of_output = gemms.whole_grad(Operand(gathered.wait(), kept.scale))
         # dX [s, b, in/t] needs no reduction: each rank computes its own columns from the whole dY.
-        grad_input, grad_inner = None, None
-        if gelu_of is None:
-            grad_input = gemms.input_grad(of_output)
-        else:
-            assert isinstance(gemms, GeluGemms)
-            grad_inner = gemms.input_grad_of_gelu(of_output, gelu_of)
+        grad_input = gemms.input_grad(of_output)
         if layer.queue.deferring:
             # With sequence parallelism the queue keeps this rank's dY shard, and gathers it again when the GEMM runs.
             layer.queue.defer(
@@ -229,7 +207,7 @@ class _RowParallel(torch.autograd.Function):
             )
         else:
             gemms.add_weight_grads(of_output, Operand(x, scale))
-        return grad_input, None, grad_inner
+        return grad_input, None
 
 
 class VocabParallelEmbedding(nn.Module):

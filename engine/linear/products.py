@@ -9,7 +9,6 @@ layer has this rank's columns of X, and the whole dY. A `LinearForm` selects the
 FP8 (`fp8_gemms.py`), or Transformer Engine (`te_gemms.py`).
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
@@ -283,22 +282,6 @@ class LinearGemms:
 
 def _add_total(main_grad: torch.Tensor, total: torch.Tensor, x: None, *, overwrite: bool) -> None:
     add(main_grad, total, overwrite=overwrite)
-
-
-class GeluGemms(LinearGemms):
-    """Products whose epilogues compute the tanh GELU between a layer and the next.
-
-    first layer     inner = X W^T + bias, activated = GELU(inner)
-    second layer    d inner = dY W GELU'(inner)
-    """
-
-    @abstractmethod
-    def forward_gelu(self, x: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute inner and activated [.., out] from X [.., in] for a layer with one matrix."""
-
-    @abstractmethod
-    def input_grad_of_gelu(self, grad: Operand, inner: torch.Tensor) -> torch.Tensor:
-        """Compute d inner [.., in] from dY [.., out] for a layer with one matrix, which read GELU(inner)."""
 
 
 class LinearForm:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from triaxis.engine.kernels.te import TransformerEngine
-from triaxis.engine.linear.products import GeluGemms, LinearForm, LinearGemms, LinearParts, Operand
+from triaxis.engine.linear.products import LinearForm, LinearGemms, LinearParts, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class TeForm(LinearForm):
         return TeGemms(parts, self.te)
 
 
-class TeGemms(GeluGemms):
+class TeGemms(LinearGemms):
     """One layer's products by Transformer Engine.
 
     If a layer has several matrices, each matrix's columns of dY are copied first, because TE needs contiguous operands.
@@ -33,15 +33,6 @@ class TeGemms(GeluGemms):
         pairs = zip(self.weights.complete().views, self.vectors(), strict=False)
         outputs = [self.te.forward(rows, matrix, bias) for matrix, bias in pairs]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.tensor.shape[:-1])
-
-    def forward_gelu(self, x: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-        (matrix,), bias = self.weights.complete().views, next(iter(self.vectors()))
-        inner, activated = self.te.forward_gelu(x.tensor.flatten(0, -2), matrix, bias)
-        return inner.unflatten(0, x.tensor.shape[:-1]), activated.unflatten(0, x.tensor.shape[:-1])
-
-    def input_grad_of_gelu(self, grad: Operand, inner: torch.Tensor) -> torch.Tensor:
-        (matrix,) = self.weights.complete().views
-        return self.te.input_grad_of_gelu(grad.tensor.flatten(0, -2), matrix, inner.flatten(0, -2)).view(inner.shape)
 
     def input_grad(self, grad: Operand) -> torch.Tensor:
         matrices = self.weights.complete().views

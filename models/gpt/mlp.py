@@ -8,7 +8,6 @@ from torch import nn
 
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear
-from triaxis.engine.linear.products import GeluGemms
 from triaxis.models.gpt.context import BuildContext
 
 
@@ -42,16 +41,6 @@ class MLP(nn.Module):
         self.inner = context.saved.recomputed("mlp", self.up)
         activation = ActivationKernel(context.model.activation, context.kernels.fusion, self.up.takes_bias_total)
         self.activated = context.saved.recomputed("activation", activation)
-        # The GEMMs compute the GELU unless it is recomputed (by the same function) or sums the bias gradient.
-        is_made_again = {"mlp", "activation"} & set(context.saved.parts)
-        self.gemms_make_gelu = (
-            isinstance(self.up.gemms, GeluGemms)
-            and context.model.activation == "gelu_tanh"
-            and not (is_made_again or self.up.takes_bias_total is not None)
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gemms_make_gelu:
-            inner, activated = self.up.with_gelu(x)
-            return self.down(activated, inner)
         return self.down(self.activated(self.inner(x)))
