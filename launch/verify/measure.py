@@ -11,7 +11,7 @@ Gradients are the main grads after their reduction, as the optimizer reads them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,10 +128,7 @@ def run_steps(
     facts = []
     for step, microbatches in enumerate(steps):
         begin_step(step)
-        if step == 0:
-            with watch:
-                counts = engine.forward_backward(microbatches)
-        else:
+        with watch if step == 0 else nullcontext():
             counts = engine.forward_backward(microbatches)
         _write_owned(engine, step, "gradient", notebook)
         result = engine.update(counts, lr).read()

@@ -181,21 +181,13 @@ def _data(data: DataConfig) -> dict[str, Any]:
     Without such corpora, random samples are used.
     """
     own = [source.model_dump() for source in data.train if source.path.startswith(OWN_CORPUS)]
-    if not own:
-        return {"synthetic": True, **_documents(data)}
-    asked = data.model_dump(mode="json", include={"attention", "positions", "count_document_starts", "cache_dir"})
-    return {**asked, "train": own, "split": [1.0, 0.0, 0.0]}
-
-
-def _documents(data: DataConfig) -> dict[str, Any]:
-    """Return the `data` fields that divide synthetic samples (random tokens) into documents.
-
-    The result is empty unless attention, positions or loss depends on where documents end.
-    """
-    if not reads_documents(data):
-        return {}
     asked = data.model_dump(mode="json", include={"attention", "positions", "count_document_starts"})
-    return {**asked, "synthetic_document_length": DOCUMENT_LENGTH}
+    if not own:
+        # Random samples have documents only if attention, positions or loss depends on where they end.
+        return {"synthetic": True} | (
+            asked | {"synthetic_document_length": DOCUMENT_LENGTH} if reads_documents(data) else {}
+        )
+    return asked | {"cache_dir": data.cache_dir, "train": own, "split": [1.0, 0.0, 0.0]}
 
 
 def _noise(one: Mapping[str, Any]) -> Config | None:

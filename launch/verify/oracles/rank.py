@@ -85,7 +85,8 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         start: our weights by name, in logical shapes and in the run's dtype.
         folder: folder where `triaxis.launch.verify.rank` looks for its reference.
     """
-    book = _Book(oracle, Writing(folder))
+    notebook = Writing(folder)
+    book = _Book(oracle, notebook)
     book.set_start(start)
     facts = []
     samples: list[list[Sample]] = []
@@ -113,7 +114,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         for kind in config.state_kinds:
             book.write(step, kind, partial(oracle.state, kind))
         book.write(step, "parameter", oracle.parameter)
-        book.step_done(step)
+        notebook.step_done(step)
         facts.append(StepFacts(loss_sum / counted, grad_norm, num_tokens))
     (folder / REFERENCE_SAMPLES).write_text(json.dumps(samples))
     (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))
@@ -163,9 +164,6 @@ class _Book:
             theirs = [read(name).view_as(self._oracle.parameter(name)) for name in pair.theirs]
             for spec, values in zip(pair.ours, pair.to_ours(theirs), strict=True):
                 self._notebook.tensor(step, kind, HeldElements(_whole(spec), 0, values.reshape(-1)))
-
-    def step_done(self, step: int) -> None:
-        self._notebook.step_done(step)
 
 
 def _whole(spec: ParamSpec) -> ParamRecord:

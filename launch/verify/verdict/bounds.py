@@ -18,6 +18,7 @@ each step so far.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from triaxis.engine.config.extension import NOT_MOMENTS
 from triaxis.engine.config.optimizer_kinds import MOMENTS
@@ -48,6 +49,8 @@ class Bounds:
     def __init__(self, evidence: Evidence, tolerance: float | None) -> None:
         assert evidence.noise is not None or tolerance is not None, "without a measured noise, a tolerance is needed"
         self._evidence, self._tolerance = evidence, tolerance
+        # The reference's rerun in a wider dtype, as if it were a layout's only rank.
+        self._noise = replace(evidence, ranks=() if evidence.noise is None else (evidence.noise,))
         self._factor = noise_factor(evidence.sizes.tp)
 
     def tensors(self, step: int, kind: TensorKind) -> Mapping[str, float]:
@@ -67,7 +70,7 @@ class Bounds:
         """Return bounds on the relative errors of first-forward outputs, by site, such as `layers.3.mlp`."""
         if self._evidence.noise is None:
             return self._constant(self._evidence.sites)
-        return {name: self._factor * e for name, e in _at_least_the_mean(self._evidence.noise_sites).items()}
+        return {name: self._factor * e for name, e in _at_least_the_mean(self._noise.sites).items()}
 
     def loss(self, step: int) -> float:
         """Return the bound on the relative error of a step's global-batch loss.
@@ -78,7 +81,7 @@ class Bounds:
         if self._evidence.noise is None:
             return self._only()
         scalars = [self._scalar(at, "loss") for at in range(step + 1)]
-        tokens = relative_errors(self._evidence.noise_sites).get("token_losses", 0.0)
+        tokens = relative_errors(self._noise.sites).get("token_losses", 0.0)
         return self._factor * max(*scalars, tokens, self._all_gradients(step))
 
     def grad_norm(self, step: int) -> float:
@@ -98,15 +101,14 @@ class Bounds:
         return dict.fromkeys(names, self._only())
 
     def _rounding(self, step: int, kind: TensorKind) -> dict[str, float]:
-        return _at_least_the_mean(self._evidence.noise_tensors.get((step, kind), {}))
+        return _at_least_the_mean(self._noise.tensors.get((step, kind), {}))
 
     def _scalar(self, step: int, field: str) -> float:
-        assert self._evidence.noise is not None
-        wanted, got = (getattr(steps[step], field) for steps in (self._evidence.reference, self._evidence.noise.steps))
+        wanted, got = (getattr(steps[step], field) for steps in (self._evidence.reference, self._noise.ranks[0].steps))
         return relative(abs(got - wanted), abs(wanted))
 
     def _all_gradients(self, step: int) -> float:
-        gradients = self._evidence.noise_tensors[step, "gradient"].values()
+        gradients = self._noise.tensors[step, "gradient"].values()
         error_square = sum(one.error_square for one in gradients)
         return relative(math.sqrt(error_square), math.sqrt(sum(one.wanted_square for one in gradients)))
 

@@ -99,7 +99,15 @@ class Evidence:
     @cached_property
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
         """Deviation of each tensor by (step, kind), then by name in forward order. The ranks' parts are added up."""
-        return self._tensors(self.ranks)
+        parts: dict[tuple[int, TensorKind], dict[str, list[Deviation]]] = {}
+        for rank in self.ranks:
+            for one in rank.tensors:
+                parts.setdefault((one.step, one.kind), {}).setdefault(one.name, []).append(one.deviation)
+        order = {facts.name: place for place, facts in enumerate(self.parameters)}
+        return {
+            key: {name: together(found[name]) for name in sorted(found, key=order.__getitem__)}
+            for key, found in parts.items()
+        }
 
     def kinds(self, step: int) -> list[TensorKind]:
         """List the kinds of tensors that a step computes, in the order of their computation."""
@@ -109,38 +117,11 @@ class Evidence:
     @cached_property
     def sites(self) -> dict[str, Deviation]:
         """Deviation of each site (recorded output) in the first forward, in model order. Ranks' parts are added up."""
-        return _sites(self.ranks)
-
-    @cached_property
-    def noise_tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """Tensors' deviations in `noise`, the reference's rerun in the next wider dtype. Keys are as in `tensors`."""
-        assert self.noise is not None
-        return self._tensors((self.noise,))
-
-    @cached_property
-    def noise_sites(self) -> dict[str, Deviation]:
-        """Outputs' deviations in `noise`, the reference's rerun in the next wider dtype. Keys are as in `sites`."""
-        assert self.noise is not None
-        return _sites((self.noise,))
-
-    def _tensors(self, ranks: tuple[RankReport, ...]) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        parts: dict[tuple[int, TensorKind], dict[str, list[Deviation]]] = {}
-        for rank in ranks:
-            for one in rank.tensors:
-                parts.setdefault((one.step, one.kind), {}).setdefault(one.name, []).append(one.deviation)
-        order = {facts.name: place for place, facts in enumerate(self.parameters)}
-        return {
-            key: {name: together(found[name]) for name in sorted(found, key=order.__getitem__)}
-            for key, found in parts.items()
-        }
-
-
-def _sites(ranks: tuple[RankReport, ...]) -> dict[str, Deviation]:
-    parts: dict[tuple[int, str], list[Deviation]] = {}
-    for rank in ranks:
-        for site in rank.sites:
-            parts.setdefault((site.order, site.name), []).append(site.deviation)
-    return {name: together(parts[order, name]) for order, name in sorted(parts)}
+        parts: dict[tuple[int, str], list[Deviation]] = {}
+        for rank in self.ranks:
+            for site in rank.sites:
+                parts.setdefault((site.order, site.name), []).append(site.deviation)
+        return {name: together(parts[order, name]) for order, name in sorted(parts)}
 
 
 def relative_errors(tensors: Mapping[str, Deviation]) -> dict[str, float]:
