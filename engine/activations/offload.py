@@ -32,6 +32,11 @@ class OffloadedStorage:
     tensor: torch.Tensor | None
     buffer: torch.Tensor | None = None
 
+    def whole(self) -> torch.Tensor:
+        """Return the device copy, which exists once the layer's backward has begun."""
+        assert self.tensor is not None, "its layer's backward has begun, so it has been fetched"
+        return self.tensor
+
 
 class HostMemory:
     """Host buffers for activations, kept by size and reused.

@@ -145,7 +145,7 @@ class SavingHooks(SavedTensors):
         below, self._below = self._below, layer
         if below is not None:
             below.let_go()
-        _before_backward_of(y, partial(_begin_backward, layer, below))
+        _before_backward_of(y, partial(layer.need, below))
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _View":
         storage = tensor.untyped_storage()
@@ -184,13 +184,6 @@ def _before_backward_of(y: torch.Tensor, function: Callable[[], None]) -> None:
         function()
 
     y.grad_fn.register_prehook(call)
-
-
-def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
-    layer.need()
-    # One layer ahead, so that the copies run under this layer's backward.
-    if below is not None:
-        below.fetch()
 
 
 class _Memo:
@@ -257,28 +250,17 @@ class _Source:
 class _View:
     """A saved tensor, as a view into a storage that is recomputed or fetched."""
 
-    of_what: "_Source | _Fetched"
+    of_what: "_Source | OffloadedStorage"
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, what: "_Source | _Fetched") -> "_View":
+    def of(cls, tensor: torch.Tensor, what: "_Source | OffloadedStorage") -> "_View":
         return cls(what, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def take(self) -> torch.Tensor:
         return self.of_what.whole().as_strided(self.size, self.stride, self.offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """A moved storage that is on the device again once its layer's backward has begun."""
-
-    moved: OffloadedStorage
-
-    def whole(self) -> torch.Tensor:
-        assert self.moved.tensor is not None, "its layer's backward has begun, so it has been fetched"
-        return self.moved.tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -298,7 +280,7 @@ class _Layer:
     _mark: Mark = None
     _is_fetched: bool = False
 
-    def moved(self, tensor: torch.Tensor) -> _Fetched:
+    def moved(self, tensor: torch.Tensor) -> OffloadedStorage:
         """Register the tensor's storage, to be moved to the host by `send`.
 
         The storage lives until `let_go`, so no other storage gets the same identity before.
@@ -307,7 +289,7 @@ class _Layer:
         if key not in self._moved:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
             self._moved[key] = OffloadedStorage(tensor.as_strided((numel,), (1,), 0))
-        return _Fetched(self._moved[key])
+        return self._moved[key]
 
     def send(self) -> None:
         """Start to copy the registered storages to the host, after the layer's forward."""
@@ -331,9 +313,12 @@ class _Layer:
                 assert each.tensor is not None
                 self.on_saved(each.tensor)
 
-    def need(self) -> None:
-        """Call `fetch`, wait for its copies, and drop the references to the storages."""
+    def need(self, below: "_Layer | None") -> None:
+        """Call `fetch`, wait for its copies, drop the references to the storages, and fetch those of the layer below."""
         self.fetch()
         if self.host is not None and self._moved:
             self.host.arrived(self._mark)
         self._moved.clear()
+        # One layer ahead, so that the copies run under this layer's backward.
+        if below is not None:
+            below.fetch()

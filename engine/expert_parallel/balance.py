@@ -9,7 +9,6 @@ Exactly one rank counts each choice.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -19,19 +18,6 @@ from triaxis.engine.comm.ledger import EXPERTS
 from triaxis.engine.expert_parallel.routing import count_values
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-
-
-@dataclass(frozen=True, slots=True)
-class Balanced:
-    """A router whose bias `ExpertLoad.update` adjusts to its experts' load.
-
-    Attributes:
-        row: index of the layer in `ExpertLoad.counts`.
-        bias: float [E], replicated on every rank in the stage.
-    """
-
-    row: int
-    bias: ShardedParameter
 
 
 class ExpertLoad:
@@ -44,6 +30,9 @@ class ExpertLoad:
         device: device for the counts.
 
     Attributes:
+        counts: number of tokens that chose each expert since `begin`, int64 [layers, E]. They are this rank's, or the sum over
+            all ranks once `post` has completed.
+        overflow: number of this rank's rows beyond the dispatch buffer since `begin`, an int64 scalar.
         loss_scale: loss scale in the current backward, a float64 scalar on the device; it also scales the balance losses.
     """
 
@@ -51,45 +40,32 @@ class ExpertLoad:
         self.layers = tuple(layers)
         self._rows = {layer: row for row, layer in enumerate(layers)}
         self._rate = rate
-        self._routers: dict[int, Balanced] = {}
+        self._biases: dict[int, ShardedParameter] = {}
         self.loss_scale = torch.ones((), dtype=AGREEMENT_DTYPE, device=device)
-        self._counts = torch.zeros(len(self.layers), num_experts, dtype=torch.int64, device=device)
-        self._overflow = torch.zeros((), dtype=torch.int64, device=device)
+        self.counts = torch.zeros(len(self.layers), num_experts, dtype=torch.int64, device=device)
+        self.overflow = torch.zeros((), dtype=torch.int64, device=device)
 
     def balance(self, layer: int, bias: ShardedParameter) -> None:
-        """Register a layer's router bias for `update`. Two modules for the same layer register the same bias."""
-        self._routers[layer] = Balanced(self._rows[layer], bias)
+        """Register a layer's router bias, float [E], for `update`. Two modules for the same layer register the same bias."""
+        self._biases[layer] = bias
 
     def begin(self) -> None:
         """Reset the counts at the start of a step or a validation."""
-        self._counts.zero_()
-        self._overflow.zero_()
+        self.counts.zero_()
+        self.overflow.zero_()
 
     def add(self, layer: int, experts: torch.Tensor) -> None:
         """Add the experts that a layer's tokens chose, int64 [T, k], to the layer's counts."""
-        row = self._counts[self._rows[layer]]
+        row = self.counts[self._rows[layer]]
         row += count_values(experts, len(row))
 
     def add_overflow(self, rows: torch.Tensor) -> None:
         """Add `rows`, an int64 scalar on the device, to the count of rows beyond the dispatch buffer."""
-        self._overflow += rows
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """Number of tokens that chose each expert since `begin`, int64 [layers, E].
-
-        They are this rank's, or the sum over all ranks once `post` has completed.
-        """
-        return self._counts
-
-    @property
-    def overflow(self) -> torch.Tensor:
-        """Number of this rank's rows beyond the dispatch buffer since `begin`, an int64 scalar."""
-        return self._overflow
+        self.overflow += rows
 
     def post(self, world: Axis) -> Pending:
         """Post the in-place all-reduce that sums the counts over all ranks."""
-        return world.all_reduce(self._counts, f"{EXPERTS} load")
+        return world.all_reduce(self.counts, f"{EXPERTS} load")
 
     def update(self, counts: torch.Tensor, skip: torch.Tensor) -> None:
         """Move each bias by the rate, up for experts below the mean load, down for those above.
@@ -98,8 +74,7 @@ class ExpertLoad:
         """
         if not self._rate:
             return
-        for router in self._routers.values():
-            load = counts[router.row]
-            bias = router.bias.value.data
+        for layer, router in self._biases.items():
+            load, bias = counts[self._rows[layer]], router.value.data
             too_little = torch.sign(load.sum() - load * len(load)).to(bias.dtype)
             bias.add_((too_little * self._rate).masked_fill(skip, 0.0))

@@ -164,14 +164,14 @@ class _Alone:
 
 
 def biases_follow_the_load_of_each_rank() -> None:
-    ExpertLoad.post = lambda self, world: Pending(self._counts.clone())  # type: ignore[method-assign]
+    ExpertLoad.post = lambda self, world: Pending(self.counts.clone())  # type: ignore[method-assign]
 
 
 def biases_follow_the_last_microbatch() -> None:
     add = ExpertLoad.add
 
     def last(self: ExpertLoad, layer: int, experts: torch.Tensor) -> None:
-        self._counts[self._rows[layer]].zero_()
+        self.counts[self._rows[layer]].zero_()
         add(self, layer, experts)
 
     ExpertLoad.add = last  # type: ignore[method-assign]
