@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triaxis.engine.kernels.bias_total import AddTotal, total_of
+from triaxis.engine.kernels.bias_total import AddTotal, adding, total_of
 from triaxis.engine.kernels.fusion import Fusion, Lengths
 from triaxis.engine.numerics.precision import accumulate
 
@@ -54,8 +54,7 @@ class ActivationKernel:
         self.forward = kind.forward if kind.is_one_operator else fusion(kind.forward, lengths=lengths)
         self.backward: Callable[..., Any] = fusion(backward, lengths=lengths)
         if add_total is not None:
-            self.backward = partial(fusion(_backward_and_total, lengths=lengths), backward)
-        self.add_total = add_total
+            self.backward = adding(partial(fusion(_backward_and_total, lengths=lengths), backward), add_total)
         # Autograd's backward for a single operator is itself a single operator.
         self.has_backward = add_total is not None or not kind.is_one_operator
 
@@ -74,13 +73,8 @@ class _Activated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        kernel: ActivationKernel = ctx.kernel
         (x,) = ctx.saved_tensors
-        if kernel.add_total is None:
-            return kernel.backward(x, grad), None
-        grad_x, total = kernel.backward(x, grad)
-        kernel.add_total(total)
-        return grad_x, None
+        return ctx.kernel.backward(x, grad), None
 
 
 def _backward_and_total(

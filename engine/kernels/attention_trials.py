@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
-from triaxis.engine.kernels.attention import attention, masked_kernel
-from triaxis.engine.kernels.masked_attention import Mask, masked_attention
-from triaxis.engine.kernels.te import how_to_install
-from triaxis.engine.kernels.te_attention import te_attention_failure
+from triaxis.engine.kernels.attention import attention
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.kernels.te import how_to_install, open_te
+from triaxis.engine.kernels.te_attention import TeAttention
 from triaxis.engine.kernels.trial import failure
 
 _TRIED_LENGTH = 128
@@ -42,28 +43,22 @@ class AttentionShape:
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
     """Run a named kernel, forward and backward, on a short sequence.
 
-    `te` is also compared with torch's attention; with context parallelism, any other kernel is compared with `blocks`. `explicit`,
+    `te` is also compared with `blocks`; with context parallelism, any other kernel is compared with `blocks`. `explicit`,
     and `sdpa` for plain attention, are not tried.
 
     Returns:
         The reason if the run fails or differs, else "".
     """
-    if kernel == "te":
-        if lacks := ATTENTION_KERNELS[kernel].lacks(shape.pattern.asked):
-            return f"it has {lacks}"
-        sizes, window = (shape.num_heads, shape.num_kv_heads, shape.head_dim), _TRIED_LENGTH // 4
-        return te_attention_failure(*sizes, window if shape.pattern.windows else None, shape.dtype, shape.device)
+    if kernel == "te" and (lacks := ATTENTION_KERNELS[kernel].lacks(shape.pattern.asked)):
+        return f"it has {lacks}"
 
     def train() -> None:
         # An engine that only runs forwards may be built with gradients off.
         with torch.enable_grad():
             _trial(kernel, shape).sum().backward()
 
-    def train_part() -> None:
-        with torch.enable_grad():
-            _try_part(kernel, shape)
-
-    return _failure(kernel, shape, train_part if shape.pattern.parts else train)
+    compared = partial(_try_part if shape.pattern.parts else _try_te, kernel, shape)
+    return _failure(kernel, shape, compared if kernel == "te" or shape.pattern.parts else train)
 
 
 def decoding_failure(kernel: str, shape: AttentionShape) -> str:
@@ -130,23 +125,42 @@ def _try_part(kernel: str, shape: AttentionShape) -> None:
     mine, other = ((quarter, 2 * quarter), (3 * quarter, 4 * quarter)), ((0, quarter), (2 * quarter, 3 * quarter))
     part = SequencePart.of([[mine, other]], 0, rows).map(lambda tensor: tensor.to(shape.device))
     documents = Documents.of(rows).map(lambda tensor: tensor.to(shape.device)) if shape.pattern.documents else None
-    mask = Mask(_TRIED_LENGTH // 4 if shape.pattern.windows else None, documents, part)
-    generator = torch.Generator().manual_seed(1)
-    found = []
-    numbers = [
-        torch.randn(1, heads, length, shape.head_dim, generator=generator)
-        for heads, length in ((shape.num_heads, 2 * quarter), (shape.num_kv_heads, _TRIED_LENGTH))
-    ]
-    for name in (kernel, "blocks"):
-        q, k = (each.to(shape.device, shape.dtype).requires_grad_() for each in numbers)
-        by_name = masked_kernel(name, shape.device, mask, None, options["softcap"])
-        # Values are as wide as keys here: for such kernels `attention` pads narrower values.
-        found.append(masked_attention(by_name, q, k, k, options["sinks"]))
-        found[-1].sum().backward()
-    mine_out, plain = (each.detach().double() for each in found)
+    mask = Mask(quarter if shape.pattern.windows else None, documents, part)
+    (out, *_), (plain, *_) = (_results(name, shape, 2 * quarter, mask, **options) for name in (kernel, "blocks"))
     # A footprint's tensors have no values to compare.
-    if not isinstance(plain, FakeTensor) and (mine_out - plain).norm() > 0.05 * plain.norm():
+    if not isinstance(plain, FakeTensor) and (out - plain).norm() > 0.05 * plain.norm():
         raise RuntimeError("its causal mask does not end at the last query and the last key")
+
+
+def _try_te(kernel: str, shape: AttentionShape) -> None:
+    """Compare Transformer Engine's attention, forward and backward, with plain operators.
+
+    Raises:
+        RuntimeError: its output or a gradient differs.
+    """
+    mask, te = Mask(_TRIED_LENGTH // 4 if shape.pattern.windows else None), TeAttention(open_te())
+    found, plain = (_results(name, shape, _TRIED_LENGTH, mask, te=te) for name in (kernel, "blocks"))
+    if not all((one - other).norm() < 0.05 * other.norm() for one, other in zip(found, plain, strict=True)):
+        raise RuntimeError("its result or gradients are not those of attention")
+
+
+def _results(
+    kernel: str, shape: AttentionShape, num_queries: int, mask: Mask, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    """Compute attention from random numbers, and return the output and the gradients for q, k and v, in float64."""
+    generator, device = torch.Generator().manual_seed(1), shape.device
+    q, k, v = (
+        torch.randn(1, heads, length, shape.head_dim, generator=generator).to(device, shape.dtype).requires_grad_()
+        for heads, length in (
+            (shape.num_heads, num_queries),
+            (shape.num_kv_heads, _TRIED_LENGTH),
+            (shape.num_kv_heads, _TRIED_LENGTH),
+        )
+    )
+    with torch.enable_grad():
+        out = attention(kernel, q, k, v, mask, is_causal=True, **options)
+        out.square().sum().backward()
+    return tuple(each.detach().double() for each in (out, q.grad, k.grad, v.grad) if each is not None)
 
 
 def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:

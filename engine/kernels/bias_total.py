@@ -17,3 +17,16 @@ AddTotal = Callable[[torch.Tensor], None] | None
 def total_of(grad: torch.Tensor) -> torch.Tensor:
     """Sum a gradient [.., n] over all dims but the last: [n] in the accumulation dtype."""
     return grad.flatten(0, -2).sum(0, dtype=accumulation_dtype(grad.dtype))
+
+
+def adding(
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor]], add_total: Callable[[torch.Tensor], None]
+) -> Callable[..., torch.Tensor]:
+    """Return a backward that hands the second result of `backward`, a gradient's sum, to `add_total`."""
+
+    def added(*tensors: torch.Tensor) -> torch.Tensor:
+        grad, total = backward(*tensors)
+        add_total(total)
+        return grad
+
+    return added

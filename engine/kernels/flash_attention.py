@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from triaxis.engine.kernels.masked_attention import Kernel, Mask, Piece, Places, Tensors3
+from triaxis.engine.kernels.masked_attention import ALL_ROWS, Kernel, Mask, Piece, Places, Tensors3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class Varlen(Kernel[_Packed]):
         assert self.mask.part is not None
         for each in self.mask.part.stretches:
             queries, keys = (
-                Places(start if each.row is None else ((each.row, start),), stop - start)
+                Places(((ALL_ROWS if each.row is None else each.row, start),), stop - start)
                 for start, stop in (each.queries, each.keys)
             )
             yield _Packed(queries, keys, each.boundaries, each.longest)
 
     def _whole(self, s: int) -> _Packed:
-        rows, documents = Places(0, s), self.mask.documents
+        rows, documents = Places(((ALL_ROWS, 0),), s), self.mask.documents
         if documents is None:
             return _Packed(rows, rows, None, (s, s))
         return _Packed(rows, rows, (documents.boundaries,) * 2, (documents.longest,) * 2)

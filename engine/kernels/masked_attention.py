@@ -13,7 +13,7 @@ No [s, s] mask is built. Memory and FLOPs grow only with the visible keys. The k
     Varlen     flash attention on a GPU (`engine/kernels/flash_attention.py`)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate as running_sums
 from typing import Any, Generic, TypeVar
@@ -108,40 +108,43 @@ class _Attention(torch.autograd.Function):
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_of_sinks(grad, out, lse, sinks), None
 
 
+ALL_ROWS = slice(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Equally long token ranges. `starts` holds each range's (row, start), or is one int: the start in all rows."""
+    """Equally long token ranges. `starts` holds each range's (row or `ALL_ROWS`, start)."""
 
-    starts: tuple[tuple[int, int], ...] | int
+    starts: tuple[tuple[int | slice, int], ...]
     length: int
+
+    def views(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """View each range's tokens in x [b, n, s, ..], as [1, n, length, ..], or [b, n, length, ..] for `ALL_ROWS`."""
+        return [
+            x[slice(row, row + 1) if isinstance(row, int) else row, :, start : start + self.length]
+            for row, start in self.starts
+        ]
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """Select each range's tokens from x [b, n, s, ..], as [ranges, n, length, ..]; a view if possible."""
-        if isinstance(self.starts, int):
-            return x[:, :, self.starts : self.starts + self.length]
-        parts = [x[row, :, start : start + self.length] for row, start in self.starts]
-        return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+        views = self.views(x)
+        return views[0] if len(views) == 1 else torch.cat(views)
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """Write values [ranges, n, length, ..] to the token ranges `starts` in x [b, n, s, ..]."""
-        if isinstance(self.starts, int):
-            x[:, :, self.starts : self.starts + self.length] = values
-            return
-        for (row, start), part in zip(self.starts, values, strict=True):
-            x[row, :, start : start + self.length] = part
+        for view, part in zip(self.views(x), self._parts(values), strict=True):
+            view.copy_(part)
 
     def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """Add values [ranges, n, length, ..] to the token ranges `starts` in x [b, n, s, ..]."""
-        if isinstance(self.starts, int):
-            x[:, :, self.starts : self.starts + self.length] += values
-            return
-        for (row, start), part in zip(self.starts, values, strict=True):
-            x[row, :, start : start + self.length] += part
+        for view, part in zip(self.views(x), self._parts(values), strict=True):
+            view += part
+
+    def _parts(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        return (values,) if len(self.starts) == 1 else values.split(1)
 
     def part(self, first: int, stop: int) -> "Places":
         """Narrow every range to its tokens `first` .. `stop - 1`, counted from the range's start."""
-        if isinstance(self.starts, int):
-            return Places(self.starts + first, stop - first)
         return Places(tuple((row, start + first) for row, start in self.starts), stop - first)
 
 
@@ -196,7 +199,8 @@ def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Piece]:
         runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
         start = 0
         for first, stop in runs:
-            yield _Piece(Places(start, stop - first), Places(0, stop), first)
+            queries = Places(((ALL_ROWS, start),), stop - first)
+            yield _Piece(queries, Places(((ALL_ROWS, 0),), stop), first)
             start += stop - first
         return
     # (position in the document, length) -> (row, first query in the rank's part, first key of the document in the row).

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from triaxis.engine.kernels.bias_total import AddTotal, total_of
+from triaxis.engine.kernels.bias_total import AddTotal, adding, total_of
 from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.kernels.rotary import rope, rope_backward, rope_backward_
 
@@ -35,8 +35,7 @@ class SplitQkv:
         joined = _joined if fusion.is_compiled else _joined_in_place
         self.joined: Callable[..., Any] = fusion(joined)
         if add_total is not None:
-            self.joined = partial(fusion(_and_total), joined)
-        self.add_total = add_total
+            self.joined = adding(partial(fusion(_and_total), joined), add_total)
 
     def __call__(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split x [s, b, (heads + 2 kv_heads) d] into queries, keys and values.
@@ -71,13 +70,7 @@ class _SplitQkv(torch.autograd.Function):
     def backward(
         ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
     ) -> tuple[torch.Tensor, None, None]:
-        split: SplitQkv = ctx.split
-        grads = (grad_q, grad_k, grad_v, *ctx.saved_tensors)
-        if split.add_total is None:
-            return split.joined(*grads), None, None
-        grad, total = split.joined(*grads)
-        split.add_total(total)
-        return grad, None, None
+        return ctx.split.joined(grad_q, grad_k, grad_v, *ctx.saved_tensors), None, None
 
 
 def _rotated(q: torch.Tensor, k: torch.Tensor, tables: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -15,7 +15,7 @@ from triaxis.engine.context_parallel.imbalance import imbalance, predicted_imbal
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
-from triaxis.engine.kernels.masked_attention import Mask, _stretches
+from triaxis.engine.kernels.masked_attention import ALL_ROWS, Mask, _stretches
 
 SIZES = st.sampled_from([2, 3, 4])
 WINDOWS = st.none() | st.integers(1, 30)
@@ -67,7 +67,7 @@ def blockwise_pairs(part: SequencePart, rows: Rows, window: int | None) -> int:
     mask = Mask(window, None if is_one else Documents.of(rows), part)
     num_queries = part.positions.shape[1]
     return sum(
-        (len(rows) if isinstance(each.queries.starts, int) else len(each.queries.starts))
+        (len(rows) if each.queries.starts[0][0] == ALL_ROWS else len(each.queries.starts))
         * pairs_of_call(each.queries.length, each.keys.length, window)
         for each in _stretches(mask, num_queries, sum(rows[0]))
     )
