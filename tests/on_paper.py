@@ -77,7 +77,7 @@ def run_on_paper(config: Path, overrides: Sequence[str], rank: int, world_size: 
         dist.init_process_group(
             "fake", rank=rank, world_size=world_size, store=CountingStore(dist.HashStore(), seen.requests)
         )
-        return Runtime(environment, torch.device("cpu"))
+        return Runtime(torch.device("cpu"))
 
     post, new_group = Ledger.post, dist.new_group
 

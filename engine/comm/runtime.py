@@ -84,7 +84,6 @@ class RankEnvironment:
 class Runtime:
     """A started rank and its device. `close` destroys the default process group, if there is one."""
 
-    environment: RankEnvironment
     device: torch.device
 
     def close(self) -> None:
@@ -188,7 +187,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
             world_size=environment.world_size,
             timeout=timedelta(seconds=config.timeout_seconds),
         )
-    return Runtime(environment, where.device)
+    return Runtime(where.device)
 
 
 def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:

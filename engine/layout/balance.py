@@ -63,10 +63,8 @@ def _first_to_lose(num_stages: int) -> list[int]:
 
 def _reluctance(num_stages: int) -> list[int]:
     """Compute each stage's tie-breaking number. Among equally loaded stages, the one with the smallest number gets the layer."""
-    numbers = [0] * num_stages
-    for place, stage in enumerate(_first_to_lose(num_stages)):
-        numbers[stage] = num_stages - place
-    return numbers
+    order = _first_to_lose(num_stages)
+    return [num_stages - order.index(stage) for stage in range(num_stages)]
 
 
 def _one_stage_per_rank(

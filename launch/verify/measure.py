@@ -223,7 +223,6 @@ def deviation(wanted: torch.Tensor, got: torch.Tensor) -> Deviation:
     wanted, got = wanted.detach().cpu().double(), got.detach().cpu().double()
     error_square = float((got - wanted).square().sum())
     return Deviation(
-        wanted.numel(),
         float(wanted.square().sum()),
         float(got.square().nan_to_num().sum()),
         float((wanted * got).nan_to_num().sum()),

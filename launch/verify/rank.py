@@ -48,7 +48,7 @@ from triaxis.launch.verify.verdict.records import (
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.inference.probes import LOSS, Probes, site_order
 
-UNKNOWN = Deviation(0, 0.0, 0.0, 0.0, math.inf)
+UNKNOWN = Deviation(0.0, 0.0, 0.0, math.inf)
 REFERENCE_SITES = "reference.sites.safetensors"
 
 
@@ -129,11 +129,7 @@ def observe(
         samples=samples,
         experts={"edp": of_stage // topology.sizes.expert_ranks, "ep": experts.ep_index, "etp": experts.etp_index},
         routings=routings.reports(),
-    ).write(report_path(folder, topology.rank) if noise_of is None else folder / NOISE_REPORT)
-
-
-def report_path(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:05d}.json"
+    ).write(folder / (f"rank_{topology.rank:05d}.json" if noise_of is None else NOISE_REPORT))
 
 
 def checksums(microbatch: MicroBatch) -> list[Sample]:

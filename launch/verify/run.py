@@ -14,7 +14,6 @@ from triaxis.engine.config.load import ENVIRONMENT
 from triaxis.engine.config.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
-from triaxis.engine.layout.shard_spec import localize
 from triaxis.launch.inference.request import JOB
 from triaxis.launch.start.launcher import Request, launch
 from triaxis.launch.verify.sweep import attributed
@@ -143,7 +142,6 @@ def evidence(config: Config, folder: Path) -> Evidence:
     samples, noise = folder / REFERENCE_SAMPLES, folder / NOISE_REPORT
     return Evidence(
         parallel_sizes(config),
-        config.parallel.sequence_parallel,
         parameter_facts(config),
         tuple(StepFacts(**one) for one in steps),
         tuple(RankReport.read(path) for path in sorted(folder.glob("rank_*.json"))),
@@ -164,19 +162,13 @@ def routings_of(folder: Path, num_steps: int | None) -> tuple[RoutingReport, ...
 
 
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
-    """List each parameter's replication, weight decay and first stage in the layout, in forward order."""
-    parallel = config.parallel
+    """List each parameter's weight decay and first stage in the layout, in forward order."""
     first_stage: dict[str, int] = {}
     for number, stage in enumerate(stages_of(config)):
         for spec in stage_specs(config.model, stage):
             first_stage.setdefault(spec.name, number)
     facts = []
     for spec in model_specs(config.model):
-        record = localize(spec, tp=parallel.tp, tp_index=0, sequence_parallel=parallel.sequence_parallel)
         decay = update_rule(spec.name, config.optimizer, decays=spec.decay).weight_decay
-        facts.append(
-            ParameterFacts(
-                spec.name, record.replicas, record.sum_over, decay > 0, spec.tied_ends, first_stage[spec.name]
-            )
-        )
+        facts.append(ParameterFacts(spec.name, decay > 0, first_stage[spec.name]))
     return tuple(facts)

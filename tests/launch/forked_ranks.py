@@ -73,7 +73,7 @@ def work(rank: int, module: str, words: list[str], change: Callable[[], None] | 
     places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(number) for name, number in places.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    triaxis.launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
+    triaxis.launch.rank.join.start = lambda environment, config: Runtime(torch.device("cpu"))
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = exit_code(importlib.import_module(module).main, words)
     return code, out.getvalue(), err.getvalue()

@@ -27,7 +27,7 @@ NOISE = 1e-3
 
 def off(error: float) -> Deviation:
     """Return a tensor of norm 1 with an error of this norm."""
-    return Deviation(4, 1.0, 1.0 + error**2, 1.0, error**2)
+    return Deviation(1.0, 1.0 + error**2, 1.0, error**2)
 
 
 def report(errors: dict[tuple[str, str], float], facts: StepFacts = FACTS, *, dp: int = 0) -> RankReport:
@@ -47,8 +47,8 @@ ROUNDING = {(kind, name): NOISE for kind in KINDS[1:] for name in NAMES} | {("ou
 
 
 def verdict(rank: RankReport, *, tp: int = 1, noise: dict[tuple[str, str], float] = ROUNDING) -> Verdict:
-    parameters = tuple(ParameterFacts(name, None, None, True, False, 0) for name in NAMES)
-    evidence = Evidence(ParallelSizes(tp=tp), False, parameters, (FACTS,), (rank,), (((0, 7),),), report(noise))
+    parameters = tuple(ParameterFacts(name, True, 0) for name in NAMES)
+    evidence = Evidence(ParallelSizes(tp=tp), parameters, (FACTS,), (rank,), (((0, 7),),), report(noise))
     return judge(evidence, None)
 
 
@@ -85,8 +85,8 @@ def test_a_loss_that_is_right_by_luck_has_a_bound() -> None:
 def test_a_sample_that_is_read_twice_is_named() -> None:
     two = tuple(replace(report({}, dp=dp), samples=(((0, 7),),)) for dp in (0, 1))
     wanted = (((0, 7), (1, 7)),)
-    parameters = tuple(ParameterFacts(name, None, None, True, False, 0) for name in NAMES)
-    found = judge(Evidence(ParallelSizes(dp=2), False, parameters, (FACTS,), two, wanted), 1e-9)
+    parameters = tuple(ParameterFacts(name, True, 0) for name in NAMES)
+    found = judge(Evidence(ParallelSizes(dp=2), parameters, (FACTS,), two, wanted), 1e-9)
     assert [(one.what, one.name, one.wanted, one.got) for one in found.differences] == [
         ("samples", "sample 0", 1, 2),
         ("samples", "sample 1", 1, 0),

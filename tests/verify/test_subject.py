@@ -126,7 +126,7 @@ def reported(folder: Path, tensors: dict[str, torch.Tensor], steps: int = 1) -> 
 
 def test_reports_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     whole = {"gradient:w": torch.ones(2), "parameter:w": torch.ones(2)}
-    parameters = (ParameterFacts("w", None, None, decay=True, tied_ends=False, stage=0),)
+    parameters = (ParameterFacts("w", decay=True, stage=0),)
     reported(tmp_path / "one", whole)
     one = Reference(tmp_path / "one", 1)
     for name, tensors, says in (

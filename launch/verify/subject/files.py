@@ -52,7 +52,7 @@ def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[Pa
         values = [starting_values(record, config.train.seed, dtype).view(record.spec.shape) for record in records]
         for theirs, tensor in zip(pair.theirs, pair.to_theirs(values), strict=True):
             weights[theirs] = tensor.contiguous()
-            facts.append(ParameterFacts(theirs, None, None, pair.ours[0].decay, pair.ours[0].tied_ends, 0))
+            facts.append(ParameterFacts(theirs, pair.ours[0].decay, 0))
     save_file(weights, folder / "weights.safetensors")
     write_corpus(config, folder)
     batches = {}

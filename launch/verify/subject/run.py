@@ -244,7 +244,7 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
         def seen(place: Path, config: Config, reference: Reference) -> Evidence:
             sizes = parallel_sizes(config)
             ranks = reference.reports(place, parameters, sizes)
-            return Evidence(sizes, False, parameters, reference.steps[: config.train.steps], ranks, are_whole=True)
+            return Evidence(sizes, parameters, reference.steps[: config.train.steps], ranks, are_whole=True)
 
         smallest = run(alone)
         reference = Reference(smallest, parallel_sizes(alone).world_size)

@@ -9,13 +9,11 @@ class Deviation:
     """Sums over the elements of a tensor `got` and of the tensor `wanted`.
 
     Attributes:
-        numel: number of elements.
         wanted_square, got_square: sums of wanted^2 and of got^2.
         product: sum of wanted x got.
         error_square: sum of (got - wanted)^2; infinite if any element is not finite.
     """
 
-    numel: int
     wanted_square: float
     got_square: float
     product: float
@@ -23,7 +21,6 @@ class Deviation:
 
     def __add__(self, other: "Deviation") -> "Deviation":
         return Deviation(
-            self.numel + other.numel,
             self.wanted_square + other.wanted_square,
             self.got_square + other.got_square,
             self.product + other.product,
@@ -31,9 +28,9 @@ class Deviation:
         )
 
     def shared(self, copies: int) -> "Deviation":
-        """Divide the sums, but not `numel`, by the number of copies. Adding up all copies then gives their mean."""
+        """Divide the sums by the number of copies. Adding up all copies then gives their mean."""
         squares = (self.wanted_square, self.got_square, self.product, self.error_square)
-        return Deviation(self.numel, *(square / copies for square in squares))
+        return Deviation(*(square / copies for square in squares))
 
     @property
     def wanted_norm(self) -> float:
@@ -62,4 +59,4 @@ class Deviation:
         return beside <= 1e-8 * max(self.got_square, self.wanted_square)
 
 
-NOTHING = Deviation(0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = Deviation(0.0, 0.0, 0.0, 0.0)

@@ -87,7 +87,6 @@ class Evidence:
     """
 
     sizes: ParallelSizes
-    sequence_parallel: bool
     parameters: tuple[ParameterFacts, ...]
     reference: tuple[StepFacts, ...]
     ranks: tuple[RankReport, ...]

@@ -159,18 +159,12 @@ class ParameterFacts:
     """One parameter in a layout.
 
     Attributes:
-        replicas: axis over which other ranks hold the same values; None: no such axis is known.
-        sum_over: axis over which gradients are summed besides the data-parallel sum; None: no such axis is known.
         decay: whether weight decay applies.
-        tied_ends: whether the parameter is on the first and the last stage, as the tied embedding is.
         stage: index of the first stage that has the parameter.
     """
 
     name: str
-    replicas: str | None
-    sum_over: str | None
     decay: bool
-    tied_ends: bool
     stage: int
 
 

@@ -30,7 +30,7 @@ def timeouts(rank: int, config: Config) -> list[timedelta]:
     import triaxis.launch.rank.join
 
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    triaxis.launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
+    triaxis.launch.rank.join.start = lambda environment, config: Runtime(torch.device("cpu"))
     with triaxis.launch.rank.join.join(config, RankEnvironment(rank, 4, rank, 4)) as joined:
         groups = [joined.topology.axis(name)._backend.group for name in ("tp", "pp_forward", "pp_backward", "world")]
         return [

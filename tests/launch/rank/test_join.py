@@ -27,7 +27,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[RankEnvironment]:
 
     def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
         found.append(environment)
-        return Runtime(environment, torch.device("cpu"))
+        return Runtime(torch.device("cpu"))
 
     monkeypatch.setattr(triaxis.launch.rank.join, "start", start)
     return found

@@ -48,7 +48,7 @@ def train(rank: int, words: Sequence[str], closing_seconds: float, grace_seconds
     places = {"RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": WORLD_SIZE}
     os.environ.update({name: str(number) for name, number in places.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    triaxis.launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
+    triaxis.launch.rank.join.start = lambda environment, config: Runtime(torch.device("cpu"))
     worker.WayOut = lambda: triaxis.launch.start.process.ending.WayOut(grace_seconds)
     fail_on_the_last_rank(rank, closing_seconds)
     triaxis.launch.start.process.ending.run_rank(worker.main, words)

@@ -25,7 +25,7 @@ def named(is_equal: Callable[[Config], bool | None]) -> tuple[str | None, str, l
         run.append(smaller)
         return is_equal(smaller)
 
-    cause = attributed(config, Evidence(parallel_sizes(config), True, (), (), ()), VERDICT, watched).cause
+    cause = attributed(config, Evidence(parallel_sizes(config), (), (), ()), VERDICT, watched).cause
     assert cause is not None
     return cause.axis, cause.text, run
 
@@ -62,4 +62,4 @@ def test_what_is_equal_is_not_swept() -> None:
     def never(smaller: Config) -> bool:
         raise AssertionError("a sub-layout was run")
 
-    assert attributed(config, Evidence(parallel_sizes(config), True, (), (), ()), equal, never) is equal
+    assert attributed(config, Evidence(parallel_sizes(config), (), (), ()), equal, never) is equal
