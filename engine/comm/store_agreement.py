@@ -100,7 +100,8 @@ def compare_details(
 ) -> None:
     """Compare details that are too long to send from every rank.
 
-    Every rank calls this function. A rank whose digest is not rank 0's sends its details, and rank 0 judges those of the first.
+    Every rank calls this function and sends a digest. If the digests differ, rank 0 and the first rank with another digest send
+    their details.
 
     Args:
         store: store that all ranks reach; each comparison needs a store section of its own.
@@ -113,17 +114,23 @@ def compare_details(
         TopologyError: raised on every rank, with the text that `judge` returned.
         PeerLostError: a rank does not answer in time, see `naming_the_silent`.
     """
-    if rank == 0:
-        store.set("first", digest)
-    with naming_the_silent(store, rank, {0: "first"}, ranks_per_node):
-        is_alike = store.get("first").decode() == digest
-
-    def judge_first(every: Sequence[Facts]) -> str | None:
-        """Compare rank 0's details with those of the first rank that sent some."""
-        other = next((other for other, theirs in enumerate(every) if theirs), 0)
-        return judge(details(), every[other], other) if other else None
-
-    compare_facts(store, rank, world_size, {} if is_alike else details(), judge_first, ranks_per_node)
+    keys = {other: f"digest/{other}" for other in range(world_size)}
+    with naming_the_silent(store, rank, keys, ranks_per_node):
+        store.set(keys[rank], digest)
+        if rank == 0:
+            others = (store.get(keys[other]).decode() for other in range(1, world_size))
+            store.set(
+                "asked", str(next((other for other, theirs in enumerate(others, start=1) if theirs != digest), 0))
+            )
+        asked = int(store.get("asked"))
+    if asked == 0:
+        return
+    if rank == asked:
+        store.set("details", json.dumps(details()))
+    with naming_the_silent(store, rank, {asked: "details"}, ranks_per_node):
+        if rank == 0:
+            store.set("verdict", json.dumps(judge(details(), json.loads(store.get("details")), asked)))
+        _raise_together(store, rank, world_size)
 
 
 def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:

@@ -24,14 +24,14 @@ def test_ranks_are_written_as_runs() -> None:
 def test_ranks_that_do_not_answer_are_named_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped rank was a DistStoreError, with a key of the store in place of the rank."""
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    for call in (
-        lambda store: compare_facts(store, rank, 6, {}, lambda _: None, 2),
-        lambda store: compare_details(store, rank, 6, "{}", dict, lambda *_: "", 2),
+    for kind, call in (
+        ("facts", lambda store: compare_facts(store, rank, 6, {}, lambda _: None, 2)),
+        ("digest", lambda store: compare_details(store, rank, 6, "{}", dict, lambda *_: "", 2)),
     ):
         store = dist.HashStore()
         store.set_timeout(timedelta(milliseconds=20))
-        for key in ("first", "facts/0", "facts/1", "facts/3"):
-            store.set(key, "{}")
+        for other in (0, 1, 3):
+            store.set(f"{kind}/{other}", "{}")
         with pytest.raises(PeerLostError, match=r"^ranks 2 and 4 to 5 \(node 1, 2\) did not answer within 0 s"):
             call(store)
 
