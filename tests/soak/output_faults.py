@@ -21,7 +21,7 @@ from triaxis.launch.rank.directory_watch import LOOK_SECONDS
 _STEPS_WITHOUT_OUTPUT = 2 * LOG_INTERVAL
 
 _LOG_LAG_SECONDS = 0.2
-"""The relay writes to log and terminal in two threads: a line that the terminal has is in the log some milliseconds later."""
+"""A line of the log is on the terminal some milliseconds later, because a thread writes there."""
 
 LOST_LINES = re.compile(r"\[(\d+) lines? (?:is|are) missing here: the terminal was paused[^]]*\]")
 _PRINTED_STEP = re.compile(r"^ *([\d,]+)/[\d,]+ ", re.MULTILINE)
@@ -43,7 +43,7 @@ def reader_ends(watcher: Watcher, expected: Expected, seen: Seen) -> None:
 
 
 def pause_terminal(watcher: Watcher, fault: Fault, seen: Seen) -> None:
-    """Stop the reader of the terminal while rank 0 prints more than the relay keeps, and let it read on some steps later."""
+    """Stop the reader of the terminal while rank 0 prints more than may wait for it, and let it read on some steps later."""
     run, launcher = watcher.run, watcher.run.launchers[0]
     shown = len(launcher.words)
     launcher.reader.send_signal(signal.SIGSTOP)

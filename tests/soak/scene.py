@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.resilience.hang.watch import HangLimits
-from triaxis.engine.telemetry.outlets.relay import MOST_BYTES
+from triaxis.engine.telemetry.outlets.terminal import MOST_BYTES
 
 SIZES = ParallelSizes(pp=2, dp=2)
 RANKS_PER_HOST = 2
@@ -66,7 +66,7 @@ ROWS_PER_PAGE = 4096 // 400
 
 PRINTED_LINE_BYTES = 200
 PRINTED_LINES = (MOST_BYTES + 2**18) // PRINTED_LINE_BYTES
-"""Lines that rank 0 prints while its terminal is paused: more than the pipe (64 KiB) and the relay's queue hold."""
+"""Lines that rank 0 prints while its terminal is paused: more than the pipe (64 KiB) and the terminal's queue hold."""
 
 
 @dataclass(frozen=True)

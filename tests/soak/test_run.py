@@ -7,7 +7,7 @@ import pytest
 from tests.soak.output_faults import LOST_LINES
 from tests.soak.run import Run
 from triaxis.engine.telemetry.outlets.lossy_file import Gap
-from triaxis.engine.telemetry.outlets.relay import PAUSED
+from triaxis.engine.telemetry.outlets.terminal import PAUSED
 from triaxis.engine.telemetry.record.events import EventLog
 from triaxis.engine.telemetry.record.jsonl import JsonLines
 
@@ -56,7 +56,7 @@ def test_a_directory_that_is_made_again_is_read_from_its_beginning(run: Run) -> 
     assert [event["kind"] for event in run.events] == ["begun", "directory_put_back"]
 
 
-def test_the_count_of_lost_lines_is_found_in_what_the_relay_writes() -> None:
+def test_the_count_of_lost_lines_is_found_in_what_rank_0_writes() -> None:
     text = ""
     for num_lines in (1, 17):
         gap = Gap()

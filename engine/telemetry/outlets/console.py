@@ -157,6 +157,7 @@ class _AboveBar(io.TextIOBase):
     def flush(self) -> None:
         if self._line:
             self.write("\n")
+        self._behind.flush()
 
 
 class Report:

@@ -26,10 +26,11 @@ from triaxis.engine.errors import counted
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.telemetry.outlets.console import Report
-from triaxis.engine.telemetry.outlets.rank_log import OutputChange, RankStreams
-from triaxis.engine.telemetry.outlets.relay import RESUMED, STOPPED
+from triaxis.engine.telemetry.outlets.lossy_file import LossyFile
+from triaxis.engine.telemetry.outlets.rank_log import RankStreams
 from triaxis.engine.telemetry.outlets.sink import Sink, chosen_sinks
 from triaxis.engine.telemetry.outlets.table import MEMORY
+from triaxis.engine.telemetry.outlets.terminal import Terminal
 from triaxis.engine.telemetry.record.events import EventKind, EventLog
 from triaxis.engine.telemetry.record.jsonl import JsonLines
 from triaxis.engine.telemetry.record.metrics import StepMetrics
@@ -65,7 +66,7 @@ class Telemetry:
         report: output for people; None on ranks that do not log.
         events: event log; None on ranks that do not log.
         sinks: destinations for each step's record.
-        output_changes: function () -> failures and recoveries of the terminal and the log since the last call.
+        outputs: the rank's log and terminal, whose failures and recoveries are reported.
         clock: function () -> seconds, which times the pauses before a sink is opened again.
     """
 
@@ -74,15 +75,15 @@ class Telemetry:
         report: Report | None = None,
         events: EventLog | None = None,
         sinks: Sequence[Sink] = (),
-        output_changes: Callable[[], Sequence[OutputChange]] = tuple,
+        outputs: Sequence[LossyFile | Terminal] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.report = report
         self._events = events
         self._sinks = list(sinks)
-        self._output_changes = output_changes
+        self._outputs = outputs
         self._clock = clock
-        self._stopped_files: list[JsonLines] = []
+        self._stopped_outputs: list[JsonLines | LossyFile | Terminal] = []
         self._openers: dict[str, Callable[[], Sink]] = {}
         self._stopped_sinks: dict[str, _Stopped] = {}
         self._pending: StepMetrics | None = None
@@ -175,7 +176,7 @@ class Telemetry:
         for file in files:
             if file.error is not None:
                 self.say(
-                    f"{file.path.name}: {counted(file.num_lost, 'row')} could not be written: {_cause(file.error)}",
+                    f"{file.name}: {counted(file.num_lost, 'row')} could not be written: {_cause(file.error)}",
                     "yellow",
                 )
 
@@ -213,8 +214,7 @@ class Telemetry:
     def _resumed(self, name: str) -> None:
         """Report that a stopped sink has accepted a step again."""
         num_lost = self._stopped_sinks.pop(name).num_lost
-        message = f"{name} is written again; {_missing_steps(num_lost)} missing"
-        self.notice("output_resumed", message, output=name, num_lost=num_lost)
+        self._say_resumed(name, _missing_steps(num_lost), num_lost)
 
     def _files(self) -> list[JsonLines]:
         files = [sink.lines for sink in self._sinks if sink.lines is not None]
@@ -230,33 +230,30 @@ class Telemetry:
             file.reopen()
 
     def _look_at_outputs(self) -> None:
-        """Try again to write rows that wait in memory, and report each output that has failed or recovered."""
-        for file in self._files():
-            file.retry()
-            name = file.path.name
-            if file.error is not None and file not in self._stopped_files:
-                self._stopped_files.append(file)
-                self._output_event(OutputChange(name, STOPPED, _cause(file.error)))
-            elif file.error is None and file in self._stopped_files:
-                self._stopped_files.remove(file)
-                self._output_event(OutputChange(name, RESUMED, "", file.num_lost))
-        for change in self._output_changes():
-            self._output_event(change)
+        """Try again to write rows and lines that wait in memory, and report each output that has failed or recovered."""
+        for output in (*self._files(), *self._outputs):
+            output.retry()
+            if output.error is not None and output not in self._stopped_outputs:
+                self._stopped_outputs.append(output)
+                if isinstance(output, Terminal) and output.is_gone:
+                    message = (
+                        f"the terminal can no longer be written ({_cause(output.error)}): the run goes on without it"
+                    )
+                    self.notice("output_dropped", message, output=output.name)
+                else:
+                    self._say_stopped(output.name, _cause(output.error))
+            elif output.error is None and output in self._stopped_outputs:
+                self._stopped_outputs.remove(output)
+                missing = counted(output.num_lost, "row or line", "rows or lines") if output.num_lost else "nothing is"
+                self._say_resumed(output.name, missing, output.num_lost)
 
-    def _output_event(self, change: OutputChange) -> None:
-        if change.what == STOPPED:
-            message = (
-                f"{change.output} cannot be written ({change.cause}): training goes on, and writing is tried again"
-            )
-            self.notice("output_stopped", message, output=change.output)
-        elif change.what == RESUMED:
-            missing = counted(change.num_lost, "row or line", "rows or lines") if change.num_lost else "nothing is"
-            lost = f"{missing} missing"
-            message = f"{change.output} is written again; {lost}"
-            self.notice("output_resumed", message, output=change.output, num_lost=change.num_lost)
-        else:
-            message = f"the {change.output} can no longer be written ({change.cause}): the run goes on without it"
-            self.notice("output_dropped", message, output=change.output)
+    def _say_stopped(self, name: str, cause: str) -> None:
+        message = f"{name} cannot be written ({cause}): training goes on, and writing is tried again"
+        self.notice("output_stopped", message, output=name)
+
+    def _say_resumed(self, name: str, missing: str, num_lost: int) -> None:
+        message = f"{name} is written again; {missing} missing"
+        self.notice("output_resumed", message, output=name, num_lost=num_lost)
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> bool:
         """Make a call to a sink. If it fails, remove and report the sink and return False; else True."""
@@ -284,7 +281,7 @@ class Telemetry:
         if stopped is None:
             cause = _cause(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             stopped = self._stopped_sinks[name] = _Stopped(cause, _SHORTEST_PAUSE_SECONDS / 2, 0.0)
-            self._output_event(OutputChange(name, STOPPED, cause))
+            self._say_stopped(name, cause)
         stopped.pause_seconds = min(2 * stopped.pause_seconds, _LONGEST_PAUSE_SECONDS)
         stopped.next_try_seconds = self._clock() + stopped.pause_seconds
 
@@ -339,7 +336,7 @@ def open_telemetry(
         memory=MEMORY[device_type],
     )
     events = EventLog(directory.events(node=0), directory.attempt)
-    telemetry = Telemetry(report, events, output_changes=streams.changes)
+    telemetry = Telemetry(report, events, outputs=streams.outputs)
     telemetry.event("attempt_started", layout=dict(layout))
     _report_healing(telemetry, events.lines)
     for each in chosen:
@@ -359,4 +356,4 @@ def open_telemetry(
 def _report_healing(telemetry: Telemetry, lines: JsonLines) -> None:
     """Write an event if opening an event or metrics file has cut off a half-written last line."""
     if lines.num_healed_bytes:
-        telemetry.event("log_healed", file=lines.path.name, bytes_cut_off=lines.num_healed_bytes)
+        telemetry.event("log_healed", file=lines.name, bytes_cut_off=lines.num_healed_bytes)

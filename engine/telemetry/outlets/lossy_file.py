@@ -1,11 +1,9 @@
-"""Writes to a file or pipe that may refuse lines, which are counted without an error.
+"""Writes to a file or pipe that may refuse lines. They wait up to a bound; beyond it they are lost and counted, without an error.
 
-    step 7 ...
-    step 8 .                                              no room for the rest of this line
-    [3 lines are missing here: No space left on device]
-    step 11 ...                                           there is room again
-
-This module imports little, because `triaxis.engine.telemetry.outlets.relay` loads it when it starts.
+step 7 ...
+step 8 .                                              no room for the rest of this line, and nothing may wait
+[3 lines are missing here: No space left on device]
+step 11 ...                                           there is room again
 """
 
 import errno
@@ -132,71 +130,97 @@ class LossyFile(io.RawIOBase):
 
     Args:
         descriptor: descriptor to write to.
-        stands_for: descriptor for `fileno` and `isatty`; None means `descriptor`.
-        replace: function (error of a failed write) -> whether `descriptor` now refers to another file. If True, the write is
-            repeated, and lines get stamps from then on. None: the lines are lost.
+        name: name of the output in events and messages.
+        most_bytes: bytes that wait while the descriptor refuses them. Lines beyond that are lost.
         log: path to check before each write, because the log may be removed during the run; None if there is no log.
         stamps: time stamps for the lines; None writes lines unchanged.
         patience_seconds: time for which a write waits for a paused terminal or pipe. After that, lines are lost without waiting
             until there is room again. None means no limit.
+
+    Attributes:
+        error: the last write's error; None after a write that succeeded.
+        num_lost: number of lines that were lost so far.
     """
 
     def __init__(
         self,
         descriptor: int,
         *,
-        stands_for: int | None = None,
-        replace: Callable[[OSError], bool] | None = None,
+        name: str = "",
+        most_bytes: int = 0,
         log: LogPath | None = None,
         stamps: Stamps | None = None,
         patience_seconds: float | None = None,
     ) -> None:
+        self.name = name
+        self.error: OSError | None = None
+        self.num_lost = 0
         self._stamps = stamps
         self._descriptor = descriptor
+        self._most_bytes = most_bytes
         self._patience_seconds = patience_seconds
         self._is_paused = False
-        self._stands_for = descriptor if stands_for is None else stands_for
-        self._replace = replace
         self._log = log
         # A signal handler may print in the middle of another print on the same thread.
         self._lock = threading.RLock()
+        self._waiting = b""
         self._gap = Gap()
         self._cause = ""
         self._last = b""
 
     def fileno(self) -> int:
-        return self._stands_for
+        return self._descriptor
 
     def isatty(self) -> bool:
-        return os.isatty(self._stands_for)
+        return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        """Write `data`, and count the refused lines. Return the number of bytes in `data`."""
+        """Write `data`. Keep or count the refused lines. Return the number of bytes in `data`."""
         given = bytes(data)
         with self._lock:
             if self._log is not None:
                 self._log.look()
-            self._write(given if self._stamps is None else self._stamps.put_on(given))
+            self._write_waiting()
+            rest = self._gap.rest(given if self._stamps is None else self._stamps.put_on(given))
+            if self._gap.num_lines:
+                self._lose(rest)
+            else:
+                self._waiting += rest
+                self._write_waiting()
         return len(given)
 
-    def _write(self, given: bytes) -> None:
-        data = self._gap.rest(given)
-        if not data:
-            return
-        num_lost = self._gap.num_lines
-        report = self._gap.report(self._cause, after=self._last) if num_lost else b""
-        whole = report + data
-        written, error = self._put(whole)
-        if error is not None:
-            self._cause = error.strerror or str(error)
-            self._gap.lose(data[max(0, written - len(report)) :])
-            if written < len(report):
+    def retry(self) -> None:
+        """Try again to write what waits."""
+        with self._lock:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Write what waits, and then how many lines are missing after it."""
+        while self._waiting or self._gap.num_lines:
+            num_lost = 0 if self._waiting else self._gap.num_lines
+            data, self._waiting = self._waiting or self._gap.report(self._cause, after=self._last), b""
+            written, error = self._put(data)
+            self._last = data[written - 1 : written] or self._last
+            if error is not None:
+                self.error, self._cause = error, error.strerror or str(error)
                 self._gap.num_lines += num_lost
-        if written:
-            self._last = whole[written - 1 : written]
+                self._keep(b"" if num_lost else data[written:])
+                return
+        self.error = None
+
+    def _keep(self, rest: bytes) -> None:
+        """Let refused bytes wait up to the bound, and lose the lines beyond it."""
+        kept = len(rest) if len(rest) <= self._most_bytes else rest.rfind(b"\n", 0, self._most_bytes) + 1
+        self._waiting = rest[:kept] + self._waiting
+        self._lose(rest[kept:])
+
+    def _lose(self, data: bytes) -> None:
+        before = self._gap.num_lines
+        self._gap.lose(data)
+        self.num_lost += self._gap.num_lines - before
 
     def _put(self, data: bytes) -> tuple[int, OSError | None]:
         """Write `data`. Return the number of bytes written, and the error if some bytes were refused."""
@@ -212,9 +236,7 @@ class LossyFile(io.RawIOBase):
             except BlockingIOError:
                 wait_for_room(self._descriptor)
             except OSError as error:
-                if self._replace is None or not self._replace(error):
-                    return written, error
-                self._stamps = Stamps()
+                return written, error
         return written, None
 
     def _waits_too_long(self) -> bool:
@@ -225,14 +247,12 @@ class LossyFile(io.RawIOBase):
         return self._is_paused
 
 
-def text_over(file: LossyFile) -> io.TextIOWrapper:
-    """Wrap `file` in a text stream that writes each whole line at once."""
-    return io.TextIOWrapper(
-        file,  # type: ignore[arg-type]  # a raw stream that takes everything needs no buffer
-        encoding="utf-8",
-        errors="backslashreplace",
-        line_buffering=True,
-    )
+class TextLines(io.TextIOWrapper):
+    """A text stream over a raw stream that takes everything. It writes each whole line at once."""
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        # The raw stream needs no buffer.
+        super().__init__(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[arg-type]
 
 
 def wait_for_room(descriptor: int, most_seconds: float | None = None) -> bool:

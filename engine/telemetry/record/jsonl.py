@@ -40,13 +40,14 @@ class JsonLines:
             stays, and the first object here starts on a new line.
 
     Attributes:
+        name: the file's name.
         num_healed_bytes: number of bytes cut off from a half-written line.
         error: error because of which objects wait; None if none wait.
         num_lost: number of objects that were never written.
     """
 
     def __init__(self, path: Path, *, heals: bool = True) -> None:
-        self.path = path
+        self.path, self.name = path, path.name
         self.num_healed_bytes = heal(path) if heals else 0
         self.error: OSError | None = None
         self.num_lost = 0

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from triaxis.engine.storage.redaction import blotted
-from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
+from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, TextLines
 
 PATIENCE_SECONDS = 10.0
 """How long a paused terminal may block a launcher, or a rank whose log is not open."""
@@ -46,6 +46,6 @@ def _lasting(stream: TextIO) -> TextIO:
     with suppress(OSError):
         stream.flush()
     try:
-        return blotted(text_over(LossyFile(stream.fileno(), patience_seconds=PATIENCE_SECONDS)))
+        return blotted(TextLines(LossyFile(stream.fileno(), patience_seconds=PATIENCE_SECONDS)))
     except OSError:  # io.UnsupportedOperation
         return stream

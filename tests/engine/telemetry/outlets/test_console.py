@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from triaxis.engine.telemetry.outlets.banner import ladder
 from triaxis.engine.telemetry.outlets.console import Live, Report
 from triaxis.engine.telemetry.outlets.format import compact, duration, gigabytes, significant
-from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
+from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, TextLines
 from triaxis.engine.telemetry.outlets.table import columns_of, fitting
 from triaxis.engine.telemetry.record.metrics import Measured, StepMetrics
 from triaxis.engine.telemetry.timing.time_split import PARTS, TimeSplit
@@ -252,13 +252,13 @@ def test_a_terminal_that_grew_gets_more_columns_under_a_new_header(
 def test_a_terminal_that_has_hung_up_keeps_its_last_width(make_metrics: MakeMetrics) -> None:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    lines = report(text_over(LossyFile(slave)))
+    lines = report(TextLines(LossyFile(slave)))
     lines.step(make_metrics(step=1))
     os.close(master)
     with pytest.raises(OSError, match="Input/output error"):
         os.get_terminal_size(slave)
     lines.step(make_metrics(step=2))
     lines.close()
-    live = Live(text_over(LossyFile(slave)), None, 30)
+    live = Live(TextLines(LossyFile(slave)), None, 30)
     assert live.width == 80, "it has never said its own"
     os.close(slave)

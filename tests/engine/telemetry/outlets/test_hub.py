@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,9 +26,10 @@ from triaxis.engine.telemetry.outlets import sink as sink_module
 from triaxis.engine.telemetry.outlets.charts import Charts
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry, open_telemetry
-from triaxis.engine.telemetry.outlets.rank_log import OutputChange, RankStreams
+from triaxis.engine.telemetry.outlets.rank_log import RankStreams
 from triaxis.engine.telemetry.outlets.sink import Sink, chosen_sinks
 from triaxis.engine.telemetry.outlets.tensorboard import TensorBoardSink
+from triaxis.engine.telemetry.outlets.terminal import Terminal
 from triaxis.engine.telemetry.outlets.wandb import WandbSink
 from triaxis.engine.telemetry.record.events import EventLog
 from triaxis.engine.telemetry.record.metrics import Meter, StepMetrics
@@ -214,10 +216,12 @@ def test_a_full_disk_keeps_all_rows_and_says_when_it_begins_and_ends(
 
 
 def test_a_terminal_that_was_dropped_is_one_event(make_metrics: MakeMetrics, tmp_path: Path) -> None:
-    changes = [OutputChange("terminal", "dropped", "Broken pipe")]
-    telemetry = Telemetry(
-        None, EventLog(tmp_path / "events.jsonl", 0), output_changes=lambda: [changes.pop()] if changes else []
-    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    terminal = Terminal(writing)
+    terminal.write(b"lost")
+    terminal.finish()
+    telemetry = Telemetry(None, EventLog(tmp_path / "events.jsonl", 0), outputs=[terminal])
     for step in range(1, 4):
         telemetry.step(make_metrics(step=step))
     telemetry.close()

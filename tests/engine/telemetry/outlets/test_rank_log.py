@@ -1,4 +1,4 @@
-"""Rank logs: what print, the C library and a crash write ends in the log, and for rank 0 on the terminal too."""
+"""Rank logs: what print, the C library and a crash write ends in the log, and what rank 0 prints on the terminal too."""
 
 import gc
 import signal
@@ -59,10 +59,8 @@ def test_a_rank_that_is_not_shown_writes_to_its_log_alone(tmp_path: Path) -> Non
 
 def test_rank_0_writes_to_both_and_what_is_for_people_stays_out_of_the_log(tmp_path: Path) -> None:
     done, log = execute(tmp_path, True, SPEAK)
-    said = {"printed", "warned", "from C", "from C too", "from a child"}
-    assert set(log.splitlines()) == said | {"for the log"}
-    assert set(done.stdout.splitlines()) == said | {"before", "after", "for people"}
-    assert done.stdout.splitlines()[0] == "before" and done.stdout.splitlines()[-1] == "after"
+    assert log.splitlines() == ["printed", "warned", "from C", "from C too", "from a child", "for the log"]
+    assert done.stdout.splitlines() == ["before", "printed", "warned", "for people", "after"]
 
 
 @pytest.mark.parametrize("show", [True, False])
@@ -122,23 +120,6 @@ with rank_log(path, show=show):
         done, log = execute(tmp_path / str(show), show, body)
         assert done.returncode == -signal.SIGSEGV
         assert "going down" in log and "Segmentation fault" in log
-        assert ("Segmentation fault" in done.stdout) == show
-
-
-def test_signals_for_all_processes_of_a_job_leave_rank_0_its_voice(tmp_path: Path) -> None:
-    """SLURM sends SIGTERM to every process of a job, so to the relay as well; the rank itself goes on to save."""
-    body = """
-import signal, time
-import psutil
-with rank_log(path, show=show):
-    relay = psutil.Process().children()[0]
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        relay.send_signal(number)
-    time.sleep(0.2)
-    print("saved")
-"""
-    done, log = execute(tmp_path, True, body)
-    assert (done.returncode, done.stdout, log) == (0, "saved\n", "saved\n"), done.stderr
 
 
 def test_a_second_attempt_appends_and_a_child_that_stays_does_not_hold_the_rank(tmp_path: Path) -> None:
