@@ -26,17 +26,9 @@ from triaxis.engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_s
 from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.stop import Stop, StopRequest
-from triaxis.engine.config.data import reads_documents
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
-from triaxis.engine.data.datasets import (
-    Datasets,
-    ReadAgain,
-    other_ends,
-    read_again,
-    trained_and_validated,
-    unbroken_corpora,
-)
+from triaxis.engine.data.datasets import Datasets, doubts
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.run_tokenizer import recorded_end
@@ -237,10 +229,7 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             recompute=rank.resolved.recompute,
             device_type=engine.topology.device.type,
             documents=attempt.documents,
-            read_again=_read_again(attempt.datasets, config),
-            unbroken=unbroken_corpora(attempt.datasets.train) if reads_documents(config.data) else (),
-            trained=trained_and_validated(attempt.datasets),
-            other_ends=() if end is None else other_ends(attempt.datasets.train, end),
+            doubts=list(doubts(attempt.datasets, config, end)),
         )
         show_start(telemetry.report, directory, attempt.meter, start)
     # Each phase has its own samples; a difference from the previous phase's is not a change of the data.
@@ -266,13 +255,6 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
         specs=model_specs(config.model),
         history=beginning.history,
     )
-
-
-def _read_again(datasets: Datasets, config: Config) -> list[ReadAgain]:
-    """List the corpora whose validation split has fewer samples than one validation reads, so samples repeat."""
-    if datasets.valid is None or config.eval.interval is None:
-        return []
-    return read_again(datasets.valid, config.eval.steps * config.train.global_batch_size)
 
 
 def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoints: CheckpointSaver) -> Stop | None:

@@ -11,14 +11,13 @@ Every process gets the same samples from the same arguments. On each node, the f
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.data import DataConfig, reads_documents
 from triaxis.engine.config.extension import OURS, Extension
 from triaxis.engine.config.phases import DataSegment, data_segments
 from triaxis.engine.config.sources import Source
@@ -35,7 +34,7 @@ from triaxis.engine.data.samples import SampleSource, SampleStream
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.data.split import PARTS, split_documents
 from triaxis.engine.data.synthetic import SyntheticDataset
-from triaxis.engine.errors import DataError
+from triaxis.engine.errors import DataError, counted
 
 IDS_AT_START = 2**18
 """Number of token ids checked at every start in a corpus without a record (PREFIX.json); `triaxis data check` reads all ids."""
@@ -235,22 +234,8 @@ def trained_and_validated(datasets: Datasets) -> list[str]:
     return [stream.corpus.prefix for stream in validated if stream.identity in trained]
 
 
-class OtherEnd(NamedTuple):
-    """A corpus whose documents mostly do not end with the end-of-document token."""
-
-    corpus: str
-    num_others: int
-    """Number of examined documents that end with another id."""
-    looked_at: int
-    """Number of examined documents."""
-    end: int
-    """End-of-document id, expected at a document's end."""
-    most: int
-    """Most frequent last id among the documents that end with another id."""
-
-
-def other_ends(source: SampleSource, eod_id: int) -> list[OtherEnd]:
-    """Find corpora whose first documents mostly do not end with `eod_id`.
+def other_ends(source: SampleSource, eod_id: int) -> list[str]:
+    """Describe corpora whose first documents mostly do not end with `eod_id`.
 
     Corpora prepared without an end token are left out.
     """
@@ -261,7 +246,11 @@ def other_ends(source: SampleSource, eod_id: int) -> list[OtherEnd]:
         others = last[(last != eod_id) & (last >= 0)]
         if 2 * len(others) > len(last) and (record is None or record.append_eod):
             ids, counts = np.unique(others, return_counts=True)
-            found.append(OtherEnd(stream.corpus.prefix, len(others), len(last), eod_id, int(ids[np.argmax(counts)])))
+            found.append(
+                f"{stream.corpus.prefix}: {len(others):,} of the first {len(last):,} documents do not end with id {eod_id}, the "
+                f"tokenizer's end of a document; most of them end with id {ids[np.argmax(counts)]}. If the tokenizer is the right "
+                "one, generation would never stop: prepare the text again, or name the right one (data.tokenizer)"
+            )
     return found
 
 
@@ -272,26 +261,38 @@ def _streams(source: SampleSource) -> list[SampleStream]:
     return [each for each in wholes if isinstance(each, SampleStream)]
 
 
-class ReadAgain(NamedTuple):
-    """A corpus that must provide more samples than one epoch holds."""
-
-    corpus: str
-    asked: int
-    """Number of samples needed."""
-    held: int
-    """Number of samples in one epoch."""
-
-
-def read_again(source: SampleSource, num_samples: int) -> list[ReadAgain]:
-    """Find corpora that repeat samples within the first `num_samples` samples. A `ContinuedStream` is left out."""
+def read_again(source: SampleSource, num_samples: int) -> list[str]:
+    """Describe corpora that repeat samples within the first `num_samples` samples. A `ContinuedStream` is left out."""
     if not isinstance(source, Blend):
         return []
     asked = zip(source.sources, counts_of(source.shares, num_samples), strict=True)
     return [
-        ReadAgain(stream.corpus.prefix, count, stream.samples_per_epoch)
+        f"asks {stream.corpus.prefix} for {counted(count, 'sample')}, but its part holds {stream.samples_per_epoch:,}: each is "
+        f"read up to {-(-count // stream.samples_per_epoch):,} times, which does not make the loss more exact. Lower eval.steps, "
+        "or give validation more documents (data.split, data.valid)"
         for stream, count in asked
         if isinstance(stream, SampleStream) and count > stream.samples_per_epoch
     ]
+
+
+def doubts(datasets: Datasets, config: Config, eod_id: int | None) -> Iterator[tuple[str, str]]:
+    """Yield rows for the banner about samples that are probably not what is meant.
+
+    `eod_id` is the tokenizer's end-of-document id; None if there is no tokenizer.
+    """
+    if reads_documents(config.data) and (unbroken := unbroken_corpora(datasets.train)):
+        yield (
+            "documents",
+            f"{', '.join(unbroken)}: documents are longer than {UNBROKEN} samples on average, so their ends seem to be lost. "
+            "Prepare the text again, with one document per line, row or file",
+        )
+    if datasets.valid is not None and config.eval.interval is not None:
+        num_samples = config.eval.steps * config.train.global_batch_size
+        yield from (("validation", text) for text in read_again(datasets.valid, num_samples))
+    for each in trained_and_validated(datasets):
+        yield "validation", f"{each} is also training data: the loss is not that of unseen text"
+    if eod_id is not None:
+        yield from (("documents", text) for text in other_ends(datasets.train, eod_id))
 
 
 def _open_corpus(prefix: str, vocab_size: int, tokenizer: str, own: Extension) -> Corpus:

@@ -19,8 +19,7 @@ from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import windows_of
 from triaxis.engine.context_parallel.imbalance import predicted_imbalance
-from triaxis.engine.data.datasets import OtherEnd, ReadAgain
-from triaxis.engine.data.document_statistics import UNBROKEN, DocumentStatistics
+from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.errors import attempt_name, counted
 from triaxis.engine.program import triaxis
 from triaxis.engine.run.directory import RunDirectory
@@ -55,10 +54,7 @@ class Start:
         listed: number of elements in each of the model's parameters, by name.
         recompute: `config.recompute` with `auto` replaced by the chosen setting.
         documents: statistics of the documents that attention stays within; None if it crosses documents.
-        unbroken: corpora that seem to have no document ends.
-        read_again: corpora whose validation part holds fewer samples than a validation reads.
-        trained: validation corpora that the run also trains on.
-        other_ends: corpora whose documents mostly lack the run's end-of-document id.
+        doubts: rows about samples that are probably not what is meant (`triaxis.engine.data.datasets.doubts`).
     """
 
     config: Config
@@ -72,10 +68,7 @@ class Start:
     recompute: RecomputeConfig
     device_type: str = "cpu"
     documents: DocumentStatistics | None = None
-    unbroken: Sequence[str] = ()
-    read_again: Sequence[ReadAgain] = ()
-    trained: Sequence[str] = ()
-    other_ends: Sequence[OtherEnd] = ()
+    doubts: Sequence[tuple[str, str]] = ()
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
@@ -90,12 +83,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         *([("extension", "\n".join(extension.lines))] if (extension := start.config.model.extension) else []),
         ("memory" if start.device_type == "cpu" else MEMORY[start.device_type], start.memory),
         *_documents(start),
-        *(("validation", _again(each)) for each in start.read_again),
-        *(
-            ("validation", f"{each} is also training data: the loss is not that of unseen text")
-            for each in start.trained
-        ),
-        *(("documents", _other_end(each)) for each in start.other_ends),
+        *start.doubts,
         *_activations(start),
         ("parameters", "\n".join(comparison(start.counted, start.listed, start.config.model))),
         ("FLOPs", "\n".join(_flops(meter, start))),
@@ -148,26 +136,8 @@ def _saves(config: Config, directory: RunDirectory) -> str:
     return f"{every}the last step and a stop, in {directory.checkpoints(config).path}/"
 
 
-def _again(read: ReadAgain) -> str:
-    """Describe that a validation reads its samples more than once."""
-    return (
-        f"asks {read.corpus} for {counted(read.asked, 'sample')}, but its part holds {read.held:,}: each is read up to "
-        f"{-(-read.asked // read.held):,} times, which does not make the loss more exact. Lower eval.steps, or give validation "
-        "more documents (data.split, data.valid)"
-    )
-
-
-def _other_end(found: OtherEnd) -> str:
-    """Describe that most documents lack the tokenizer's end-of-document id."""
-    return (
-        f"{found.corpus}: {found.num_others:,} of the first {found.looked_at:,} documents do not end with id {found.end}, the "
-        f"tokenizer's end of a document; most of them end with id {found.most}. If the tokenizer is the right one, generation "
-        "would never stop: prepare the text again, or name the right one (data.tokenizer)"
-    )
-
-
 def _documents(start: Start) -> Iterator[tuple[str, str]]:
-    """Yield rows about attention within documents, unequal document lengths and missing document ends."""
+    """Yield rows about attention within documents and unequal document lengths."""
     documents, model = start.documents, start.config.model
     if documents is not None:
         share = attention_share(model, documents)
@@ -183,12 +153,6 @@ def _documents(start: Start) -> Iterator[tuple[str, str]]:
             )
         if gathers_keys(start.config):
             yield "imbalance", cp_imbalance_line(start.config, documents)
-    if start.unbroken:
-        yield (
-            "documents",
-            f"{', '.join(start.unbroken)}: documents are longer than {UNBROKEN} samples on average, so their ends seem to be "
-            "lost. Prepare the text again, with one document per line, row or file",
-        )
 
 
 def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.load import load_config
 from triaxis.engine.data import datasets as datasets_module
 from triaxis.engine.data.datasets import (
     Datasets,
+    doubts,
     open_datasets,
     other_ends,
     read_again,
@@ -88,7 +90,10 @@ def test_documents_that_end_with_another_id_are_named(write_corpus: Callable[...
         write_corpus([np.array([5, 6, 7, 2])] * 9, "other"),
     )
     train = opened(train=[good, other], split=(1, 0, 0)).train
-    assert other_ends(train, 9) == [(other, 9, 9, 9, 2)] and other_ends(train, 2) == [(good, 9, 9, 2, 9)]
+    text = "{}: 9 of the first 9 documents do not end with id {}, the tokenizer's end of a document; most of them end with id {}."
+    for corpus, end, most in ((other, 9, 2), (good, 2, 9)):
+        (said,) = other_ends(train, end)
+        assert said.startswith(text.format(corpus, end, most))
 
 
 @pytest.mark.parametrize("wrong", [-1, 2000])
@@ -162,7 +167,20 @@ def test_a_corpus_without_document_ends_is_named(write_corpus: Callable[..., str
     assert unbroken_corpora(train) == [broken]
     # 187 samples of each are an epoch; of an odd number the first corpus gives one more.
     assert read_again(train, 374) == read_again(SyntheticDataset(1, 50, 16), 10**6) == []
-    assert read_again(train, 375) == [(broken, 188, 187)] and read_again(train, 376)[1] == (sound, 188, 187)
+    for corpus, said in zip((broken, sound), read_again(train, 376), strict=True):
+        assert said.startswith(f"asks {corpus} for 188 samples, but its part holds 187: each is read up to 2 times")
+    assert len(read_again(train, 375)) == 1
+    config = load_config(
+        Path("configs/gpt_tiny.yaml"), ["eval.interval=5", "eval.steps=100", "data.attention=within"], {}
+    )
+    said = list(doubts(Datasets(train, train, None, "", lambda skipped: train), config, 29))
+    assert [label for label, _ in said] == ["documents", *4 * ["validation"], "documents"]
+    texts = [text for _, text in said]
+    assert texts[0].startswith(f"{broken}: documents are longer than 100 samples on average")
+    assert "times, which does not make the loss more exact" in texts[2] and texts[5].startswith(
+        f"{broken}: 1 of the first 1"
+    )
+    assert texts[4] == f"{sound} is also training data: the loss is not that of unseen text"
 
 
 TENSORS = ("documents", "loader", "sequence_part")

@@ -13,7 +13,6 @@ from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import windows_of
 from triaxis.engine.context_parallel.imbalance import work_of_ranks
-from triaxis.engine.data.datasets import ReadAgain
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.telemetry.outlets.banner import End, Start, show_end, show_start
@@ -139,13 +138,9 @@ def test_the_banner_describes_documents(make_config: Callable[..., Config], run:
         said["documents"] == "attention within, 1.5 per sample: 75% of the attention FLOPs across (the first 2 samples)"
     )
     assert "computes" in said["imbalance"] and "more than the mean" in said["imbalance"]
-    said = start_rows(config, run, replace(plain, unbroken=["data/web"]))
-    assert said["documents"].startswith("data/web: documents are longer than 100 samples on average")
-    assert "imbalance" not in said and "validation" not in said
-    said = start_rows(config, run, replace(plain, read_again=[ReadAgain("data/web", 8000, 21)]))
-    assert said["validation"].startswith(
-        "asks data/web for 8,000 samples, but its part holds 21: each is read up to 381 times"
-    )
+    said = start_rows(config, run, replace(plain, doubts=[("validation", "reads its samples twice")]))
+    assert said["validation"] == "reads its samples twice"
+    assert "imbalance" not in said and "documents" not in said
 
 
 def test_the_banner_describes_imbalance_over_cp(make_config: Callable[..., Config], run: RunDirectory) -> None:
