@@ -293,8 +293,6 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
     finally:
         hang_watch.close()
         watchers.close()
-        for notice in notices:
-            notice.close()
     _report(attempt, observer, stopped, consumed_samples, time.monotonic() - started_seconds)
     return stopped
 

@@ -26,7 +26,7 @@ from triaxis.engine.run.step_parts import StepPart, StepWatcher
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.meters.step_meter import StepMeter
 from triaxis.engine.telemetry.outlets.hub import Telemetry
-from triaxis.engine.telemetry.outlets.memory_check import MemoryCheck
+from triaxis.engine.telemetry.outlets.memory_check import MemoryCheck, comparison_line
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
 from triaxis.engine.telemetry.timing.step_times import StepTimes
@@ -143,7 +143,7 @@ class TrainingObserver:
         )
         self.telemetry.step(replace(metrics, time_split=split, measured=measured))
         if compared is not None:
-            self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())
+            self.telemetry.notice("memory", comparison_line(compared), style="", step=step + 1, **compared)
         if split is not None and self.slow_ranks is not None:
             for slow in self.slow_ranks.report(split.usual_compute):
                 self.telemetry.notice(

@@ -1,15 +1,16 @@
 """Create the watchers of a rank's steps, instructions and waits.
 
 Watchers    created before the engine, which gets their `observers`
-notices     further watchers, created after telemetry; they report a lost directory or a written trace
+notices     a further watcher, created after telemetry; it reports a lost directory
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from triaxis.engine.pipeline.executor import InstructionObserver
 from triaxis.engine.run.directory import RunDirectory
-from triaxis.engine.run.step_parts import StepPart, StepWatcher
+from triaxis.engine.run.step_parts import StepWatcher
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.timing.clocks import clock_of
 from triaxis.engine.telemetry.timing.marks import TimeMarks
@@ -61,11 +62,12 @@ class Watchers:
         self.observers.append(watcher.instruction)
 
     def notices(self, telemetry: Telemetry) -> Sequence[StepWatcher]:
-        """On the logging rank, create the watchers that report a lost directory or a written trace; [] elsewhere."""
+        """On the logging rank, report a written trace, and create the watcher that reports a lost directory; [] elsewhere."""
         if telemetry.report is None:
             return []
-        watch: list[StepWatcher] = [DirectoryWatch(self._directory, telemetry)]
-        return watch if self._profiler is None else [*watch, TraceNotice(self._profiler, self._directory, telemetry)]
+        if self._profiler is not None:
+            self._profiler.on_written = partial(_say_written, telemetry, self._directory.path)
+        return [DirectoryWatch(self._directory, telemetry)]
 
     def close(self) -> None:
         """Close all watchers. A second call does nothing."""
@@ -73,24 +75,6 @@ class Watchers:
             self.steps.pop(0).close()
 
 
-@dataclass(eq=False)
-class TraceNotice(StepWatcher):
-    """A watcher that reports that the profiler has written its trace."""
-
-    profiler: StepProfiler
-    directory: RunDirectory
-    telemetry: Telemetry
-    is_reported: bool = False
-
-    def enter(self, part: StepPart) -> None:
-        """Report the trace if it has been written and is not reported yet."""
-        self.close()
-
-    def close(self) -> None:
-        """Report the trace if it has been written by now."""
-        path = self.profiler.written
-        if path is None or self.is_reported:
-            return
-        self.is_reported = True
-        self.telemetry.event("profiled", path=str(path.relative_to(self.directory.path)))
-        self.telemetry.say(f"trace of rank 0: {path}")
+def _say_written(telemetry: Telemetry, run: Path, trace: Path) -> None:
+    telemetry.event("profiled", path=str(trace.relative_to(run)))
+    telemetry.say(f"trace of rank 0: {trace}")

@@ -9,9 +9,8 @@ The loop waits for this all-reduce between two steps. CPU runs have no such line
 memory.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -46,48 +45,18 @@ def held_on_gpu(device: torch.device) -> Held:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryComparison:
-    """Measured and predicted bytes on the rank with the highest tensor peak. Other attributes are as in `Held`.
-
-    Attributes:
-        after_steps: number of steps completed in this attempt.
-        pp: the rank's pipeline index.
-        predicted_tensors: predicted tensor memory, counted like `allocated`.
-        predicted_communicators: estimated memory for the rank's NCCL buffers.
-    """
-
-    after_steps: int
-    rank: int
-    pp: int
-    allocated: int
-    reserved: int
-    in_use: int
-    capacity: int
-    predicted_tensors: int
-    predicted_communicators: int
-
-    def __str__(self) -> str:
-        held, expected, reserved, outside, communicators, capacity = map(
-            gigabytes,
-            (
-                self.allocated,
-                self.predicted_tensors,
-                self.reserved,
-                self.in_use - self.reserved,
-                self.predicted_communicators,
-                self.capacity,
-            ),
-        )
-        return (
-            f"memory after {self.after_steps} steps: rank {self.rank} (pp {self.pp}) has held at most {held} of tensors "
-            f"({expected} predicted); the allocator reserved {reserved}; outside it, {outside} of the GPU are in use "
-            f"({communicators} predicted for communicators); the GPU has {capacity}"
-        )
-
-    def to_record(self) -> dict[str, Any]:
-        """Convert to the fields of a JSON event: each attribute under its own name."""
-        return asdict(self)
+def comparison_line(compared: Mapping[str, int]) -> str:
+    """Put a result of `MemoryCheck.on_step` into words."""
+    held, expected, reserved, communicators, capacity = (
+        gigabytes(compared[name])
+        for name in ("allocated", "predicted_tensors", "reserved", "predicted_communicators", "capacity")
+    )
+    outside = gigabytes(compared["in_use"] - compared["reserved"])
+    return (
+        f"memory after {compared['after_steps']} steps: rank {compared['rank']} (pp {compared['pp']}) has held at most {held} of "
+        f"tensors ({expected} predicted); the allocator reserved {reserved}; outside it, {outside} of the GPU are in use "
+        f"({communicators} predicted for communicators); the GPU has {capacity}"
+    )
 
 
 class MemoryCheck:
@@ -109,8 +78,14 @@ class MemoryCheck:
         self._read = read or (lambda: held_on_gpu(topology.device))
         self._steps = 0
 
-    def on_step(self) -> MemoryComparison | None:
-        """Count a step. After the second step, return the comparison on every rank, else None."""
+    def on_step(self) -> dict[str, int] | None:
+        """Count a step. After the second step, return the memory of the rank with the highest tensor peak, on every rank.
+
+        Returns:
+            The fields of a JSON event, in bytes: those of `Held`, the number of steps completed in this attempt (`after_steps`),
+            the rank and its pipeline index (`rank`, `pp`), its predicted memory in tensors, counted like `allocated`
+            (`predicted_tensors`), and the estimate for its NCCL buffers (`predicted_communicators`). None after other steps.
+        """
         self._steps += 1
         if self._steps != AFTER_STEPS:
             return None
@@ -124,4 +99,5 @@ class MemoryCheck:
         ]
         fullest = max(range(len(ranks)), key=lambda rank: ranks[rank].allocated)
         pp = topology.grid.coordinates(fullest).pp
-        return MemoryComparison(self._steps, fullest, pp, *ranks[fullest], *self._predicted[pp])
+        predicted = zip(("predicted_tensors", "predicted_communicators"), self._predicted[pp], strict=True)
+        return {"after_steps": self._steps, "rank": fullest, "pp": pp} | ranks[fullest]._asdict() | dict(predicted)

@@ -7,6 +7,7 @@ A trace opens in https://ui.perfetto.dev or chrome://tracing. Traced steps run s
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ class StepProfiler(StepWatcher):
         device: the rank's device; if it is a GPU, the trace includes its kernels.
 
     Attributes:
-        written: path of the trace once it is written; None before.
+        on_written: function (path), called once the trace is written.
     """
 
     def __init__(self, config: ProfileConfig, path: Path, device: torch.device) -> None:
@@ -42,10 +43,9 @@ class StepProfiler(StepWatcher):
         self._path = path
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._step = 0
-        self.written: Path | None = None
+        self.on_written: Callable[[Path], None] = lambda path: None
         self._profile: profile | None = None
-        self._part: record_function | None = None
-        self._instruction: record_function | None = None
+        self._ranges: list[record_function] = []
 
     def begin(self, steps_made: int) -> None:
         """Set the number of completed steps to `steps_made`. A trace is written once, even if steps are repeated."""
@@ -65,24 +65,22 @@ class StepProfiler(StepWatcher):
             elif self._step not in self._steps:
                 self.close()
         if self._profile is not None:
-            self._leave()
-            self._part = _entered(part)
+            self._leave_to(0)
+            self._enter_range(part)
 
     def instruction(self, instruction: Instruction | None) -> None:
         """End the previous instruction's range and begin this instruction's."""
         if self._profile is None:
             return
-        if self._instruction is not None:
-            self._instruction.__exit__(None, None, None)
-        self._instruction = None
+        self._leave_to(1)
         if instruction is not None:
-            self._instruction = _entered(instruction_name(instruction))
+            self._enter_range(instruction_name(instruction))
 
     def close(self) -> None:
         """Write the open trace, if any. If writing fails, print the error to standard error and go on."""
         if self._profile is None:
             return
-        self._leave()
+        self._leave_to(0)
         done, self._profile = self._profile, None
         done.stop()
         self._steps = range(0)
@@ -92,17 +90,13 @@ class StepProfiler(StepWatcher):
         except OSError as error:
             print(f"the trace could not be written, training goes on: {error}", file=sys.stderr)
         else:
-            self.written = self._path
+            self.on_written(self._path)
 
-    def _leave(self) -> None:
-        """End the open ranges of the instruction and of the loop part, such as `forward_backward`."""
-        self.instruction(None)
-        if self._part is not None:
-            self._part.__exit__(None, None, None)
-            self._part = None
+    def _enter_range(self, name: str) -> None:
+        self._ranges.append(record_function(name))
+        self._ranges[-1].__enter__()
 
-
-def _entered(name: str) -> record_function:
-    span = record_function(name)
-    span.__enter__()
-    return span
+    def _leave_to(self, depth: int) -> None:
+        """End open ranges until `depth` are left: of a loop part such as `forward_backward`, and of an instruction in it."""
+        while len(self._ranges) > depth:
+            self._ranges.pop().__exit__(None, None, None)

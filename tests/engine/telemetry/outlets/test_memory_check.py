@@ -18,7 +18,7 @@ from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
-from triaxis.engine.telemetry.outlets.memory_check import AFTER_STEPS, Held, MemoryCheck, MemoryComparison, held_on_gpu
+from triaxis.engine.telemetry.outlets.memory_check import AFTER_STEPS, Held, MemoryCheck, held_on_gpu
 from triaxis.engine.telemetry.record.events import EventLog
 from triaxis.engine.telemetry.record.metrics import Meter
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 PREDICTED = [(50 * GB, GB), (40 * GB, 2 * GB)]
 
 
-def compared(rank: int) -> list[MemoryComparison | None]:
+def compared(rank: int) -> list[dict[str, int] | None]:
     topology = Topology(RankGrid(ParallelSizes(pp=2)), rank, CPU)
     held = Held(allocated=(48 + rank) * GB, reserved=(52 + rank) * GB, in_use=60 * GB, capacity=85 * GB)
     check = MemoryCheck(topology, PREDICTED, lambda: held)
@@ -36,7 +36,9 @@ def compared(rank: int) -> list[MemoryComparison | None]:
 
 @pytest.mark.distributed
 def test_every_rank_gets_the_numbers_of_the_fullest_once() -> None:
-    fullest = MemoryComparison(AFTER_STEPS, 1, 1, 49 * GB, 53 * GB, 60 * GB, 85 * GB, 40 * GB, 2 * GB)
+    held = Held(49 * GB, 53 * GB, 60 * GB, 85 * GB)._asdict()
+    predicted = {"predicted_tensors": 40 * GB, "predicted_communicators": 2 * GB}
+    fullest = {"after_steps": AFTER_STEPS, "rank": 1, "pp": 1, **held, **predicted}
     for found in run_ranks(compared, 2):
         assert found == [None, fullest, None, None]
 
