@@ -1,12 +1,11 @@
 """Collect the facts that one rank can find out by itself about its node."""
 
-import hashlib
 import os
 import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import psutil
 import torch
 
 from triaxis.engine.comm.network import GLOO_VARIABLE
-from triaxis.engine.program import ROOT
 from triaxis.launch.doctor import gpu_map
 from triaxis.launch.doctor.compiler import read_compiler
 from triaxis.launch.doctor.limits import read_limits
@@ -32,7 +30,6 @@ def collect(
     device: torch.device,
     *,
     dtype: torch.dtype,
-    config_text: str,
     data_files: Iterable[Path],
     first_of_node: bool,
 ) -> RankFacts:
@@ -40,16 +37,13 @@ def collect(
 
     Args:
         rank, node: index of this rank and index of its node in the layout.
-        config_text: resolved configuration, which must be equal everywhere.
         data_files: files of all corpora.
         first_of_node: whether this rank calls nvidia-smi for the whole node.
     """
     equal = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "code": _digest(_sources()),
         "device": device.type,
-        "config": hashlib.sha256(config_text.encode()).hexdigest()[:12],
     }
     alike = {
         "kernel": platform.release(),
@@ -154,17 +148,3 @@ def _nvidia_smi() -> tuple[dict[int, dict[int, str]], dict[int, str]]:
         for words in (gpu_map.TOPOLOGY, gpu_map.QUERY)
     ]
     return gpu_map.links(texts[0]), gpu_map.uuids(texts[1])
-
-
-def _sources() -> Mapping[str, bytes]:
-    folders = ("engine", "models", "launch")
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): path.read_bytes() for path in paths}
-
-
-def _digest(files: Mapping[str, bytes]) -> str:
-    total = hashlib.sha256()
-    for name, content in files.items():
-        total.update(f"{name}\0{len(content)}\0".encode())
-        total.update(content)
-    return total.hexdigest()[:12]

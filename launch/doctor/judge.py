@@ -12,7 +12,7 @@ from triaxis.engine.errors import counted
 from triaxis.launch.doctor.compiler import judge_compiler
 from triaxis.launch.doctor.limits import judge_limits
 from triaxis.launch.doctor.rates import judge_groups, judge_paths
-from triaxis.launch.doctor.records import Examination, Finding, Level, RankFacts
+from triaxis.launch.doctor.records import Examination, Finding, Level, hosts_of
 
 CLOCK_WARN_SECONDS = 0.5
 """Clock difference that gives a warning: logs and failures from several nodes are ordered by the nodes' clocks."""
@@ -24,7 +24,10 @@ MOST_NAMED = 6
 
 
 def judge(seen: Examination) -> list[Finding]:
-    """Run all checks in order. A check that applies and finds nothing wrong gives one OK."""
+    """Run all checks in order.
+
+    A check that applies ends with an OK, which counts only if the check has found nothing wrong.
+    """
     checks: tuple[Callable[[Examination], Iterable[Finding]], ...] = (
         judge_nodes,
         judge_versions,
@@ -40,7 +43,11 @@ def judge(seen: Examination) -> list[Finding]:
         judge_groups,
         judge_paths,
     )
-    return [finding for check in checks for finding in check(seen)]
+    findings: list[Finding] = []
+    for check in checks:
+        found = list(check(seen))
+        findings += [one for one in found if one.level is not Level.OK] or found
+    return findings
 
 
 def worst(findings: Iterable[Finding]) -> Level:
@@ -74,14 +81,12 @@ def judge_nodes(seen: Examination) -> Iterator[Finding]:
             "They share its GPUs and its network. If these are machines with equal names, give each its own: doctor "
             "tells machines apart by name.",
         )
-    if not split and not shared:
-        ranks, nodes = counted(len(seen.facts), "rank"), counted(len(hosts), "node")
-        yield Finding(Level.OK, "places", f"{ranks} on {nodes}: {_listed(_hosts(seen.facts))}")
+    ranks, nodes = counted(len(seen.facts), "rank"), counted(len(hosts), "node")
+    yield Finding(Level.OK, "places", f"{ranks} on {nodes}: {_listed(hosts_of(seen.facts))}")
 
 
 def judge_versions(seen: Examination) -> Iterator[Finding]:
     """Compare the values that must be equal on all ranks (FAIL), and those that seldom should differ (WARN)."""
-    differs = False
     for level, facts in (
         (Level.FAIL, {one.rank: one.equal for one in seen.facts}),
         (Level.WARN, {one.rank: one.alike for one in seen.facts}),
@@ -93,20 +98,18 @@ def judge_versions(seen: Examination) -> Iterator[Finding]:
             usual = _usual(values)
             odd = [one for one in seen.facts if values.get(one.rank, usual) != usual]
             if odd:
-                differs = True
                 found = _listed(dict.fromkeys(f"{values[one.rank]} on {one.host}" for one in odd))
                 yield Finding(
                     level,
                     "versions",
                     f"{name}: {found}; {usual} elsewhere",
-                    _hosts(odd),
+                    hosts_of(odd),
                     f"Make {name} equal on all nodes; otherwise ranks may compute or communicate differently."
                     if level is Level.FAIL
                     else f"Check whether {name} may differ; the slowest node sets the pace.",
                 )
-    if not differs:
-        shown = {name: value for name, value in seen.facts[0].equal.items() if name not in ("code", "config")}
-        yield Finding(Level.OK, "versions", _listed([f"{name} {value}" for name, value in shown.items()], most=12))
+    shown = [f"{name} {value}" for name, value in seen.facts[0].equal.items()]
+    yield Finding(Level.OK, "versions", _listed(shown, most=12))
 
 
 def judge_gpus(seen: Examination) -> Iterator[Finding]:
@@ -116,7 +119,6 @@ def judge_gpus(seen: Examination) -> Iterator[Finding]:
     """
     by_rank = {one.rank: one for one in seen.facts}
     links = {one.node: one.links for one in seen.facts if one.links}
-    wrong = False
     kinds: Counter[str] = Counter()
     for group in seen.tp_groups:
         for one, other in combinations((by_rank[rank] for rank in group), 2):
@@ -126,7 +128,6 @@ def judge_gpus(seen: Examination) -> Iterator[Finding]:
             kinds[link] += 1
             pair = f"ranks {one.rank} and {other.rank} of a tensor-parallel group"
             if not link.startswith("NV") and _has_nvlink(links[one.node]):
-                wrong = True
                 yield Finding(
                     Level.FAIL,
                     "gpus",
@@ -135,7 +136,6 @@ def judge_gpus(seen: Examination) -> Iterator[Finding]:
                     "Choose a tp, or an order in CUDA_VISIBLE_DEVICES, that keeps each group on NVLink.",
                 )
             elif other.gpu not in one.peers:
-                wrong = True
                 yield Finding(
                     Level.WARN,
                     "gpus",
@@ -143,7 +143,7 @@ def judge_gpus(seen: Examination) -> Iterator[Finding]:
                     (one.host,),
                     "NCCL goes through host memory. Look at PCIe ACS, the IOMMU and the container's rights.",
                 )
-    if kinds and not wrong:
+    if kinds:
         joined = _listed([f"{counted(count, 'pair')} over {kind}" for kind, count in sorted(kinds.items())])
         yield Finding(Level.OK, "gpus", f"inside tensor-parallel groups: {joined}")
 
@@ -156,13 +156,13 @@ def judge_interfaces(seen: Examination) -> Iterator[Finding]:
     used = [one for one in seen.facts if one.network.interface]
     if len({one.node for one in used}) < 2:
         return
-    inside = [one for one in used if one.network.address.startswith("127.") or one.network.address == "::1"]
+    inside = [one for one in used if _is_inside(one.network.address)]
     if inside:
         yield Finding(
             Level.FAIL,
             "interfaces",
             f"{inside[0].network.interface} ({inside[0].network.address}) leads to no other node",
-            _hosts(inside),
+            hosts_of(inside),
             "Set MASTER_ADDR to an address of the cluster's network, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
         )
     slower = [one for one in used if one.network.mbits and one.network.fastest[1] > one.network.mbits]
@@ -173,13 +173,12 @@ def judge_interfaces(seen: Examination) -> Iterator[Finding]:
             "interfaces",
             f"sockets use {network.interface} ({network.mbits:,} Mbit/s), but {network.fastest[0]} is faster "
             f"({network.fastest[1]:,} Mbit/s)",
-            _hosts(slower),
+            hosts_of(slower),
             f"If that is the cluster's network, set MASTER_ADDR to an address on it, or NCCL_SOCKET_IFNAME="
             f"{network.fastest[0]}; NCCL over InfiniBand does not use these sockets for data.",
         )
-    if not inside and not slower:
-        names = sorted({one.network.interface for one in used})
-        yield Finding(Level.OK, "interfaces", f"{_listed(names)}; rank 0 at {seen.facts[0].network.address}")
+    names = sorted({one.network.interface for one in used})
+    yield Finding(Level.OK, "interfaces", f"{_listed(names)}; rank 0 at {seen.facts[0].network.address}")
 
 
 def judge_listeners(seen: Examination) -> Iterator[Finding]:
@@ -195,7 +194,7 @@ def judge_listeners(seen: Examination) -> Iterator[Finding]:
             Level.WARN,
             "listeners",
             f"the run listens on {_listed(sorted({one for addresses in outside.values() for one in addresses}))}",
-            _hosts(one for one in seen.facts if outside[one.rank]),
+            hosts_of(one for one in seen.facts if outside[one.rank]),
             "No password protects these ports. Start with `triaxis train` or srun, whose rendezvous "
             "listens on the cluster's interface only; a torchrun that is started by hand listens on all. Or close the ports.",
         )
@@ -208,30 +207,27 @@ def judge_folders(seen: Examination) -> Iterator[Finding]:
 
     In folders that must be shared, all nodes must see the same files.
     """
-    bad = False
     for key in dict.fromkeys(root.key for one in seen.facts for root in one.roots):
         held = [(one, root) for one in seen.facts for root in one.roots if root.key == key]
         refused = [(one, root) for one, root in held if root.problem]
         if refused:
-            bad = True
             yield Finding(
                 Level.FAIL,
                 "folders",
                 f"{key} = {refused[0][1].path} cannot be written to: {refused[0][1].problem}",
-                _hosts(one for one, _ in refused),
+                hosts_of(one for one, _ in refused),
                 "Correct its rights or its mount, or name another folder.",
             )
         apart = [one for one, root in held if not root.problem and not (root.sees_rank_0 and root.seen_by_rank_0)]
         if apart and key in seen.needs.shared:
-            bad = True
             yield Finding(
                 Level.FAIL,
                 "folders",
                 f"{key} = {held[0][1].path} is not the same folder as on {seen.facts[0].host}",
-                _hosts(apart),
+                hosts_of(apart),
                 "Checkpoints would be in pieces on several disks. Name a folder on a file system that all nodes mount.",
             )
-    if seen.facts[0].roots and not bad:
+    if seen.facts[0].roots:
         yield Finding(Level.OK, "folders", _listed([f"{root.key} {root.path}" for root in seen.facts[0].roots]))
 
 
@@ -252,7 +248,7 @@ def judge_disk(seen: Examination) -> Iterator[Finding]:
     if not free:
         return
     least = min(free.values())
-    hosts = _hosts(one for one in seen.facts if free.get(one.rank) == least)
+    hosts = hosts_of(one for one in seen.facts if free.get(one.rank) == least)
     count = 1 + (needs.kept_saves or 0)
     sizes = f"{_gigabytes(least)} free in {needs.saved_to}, a checkpoint is {_gigabytes(needs.save_bytes)}"
     advice = "Make room, name another checkpoint.dir, or keep fewer (checkpoint.keep_last)."
@@ -268,22 +264,22 @@ def judge_disk(seen: Examination) -> Iterator[Finding]:
 
 def judge_corpora(seen: Examination) -> Iterator[Finding]:
     """Check that every node has the data files, with equal sizes (else FAIL)."""
-    bad = False
     absent: dict[tuple[str, ...], list[str]] = {}
     for path in dict.fromkeys(path for one in seen.facts for path in one.corpora):
         sizes = {one.rank: one.corpora.get(path) for one in seen.facts}
-        if hosts := _hosts(one for one in seen.facts if sizes[one.rank] is None):
+        if hosts := hosts_of(one for one in seen.facts if sizes[one.rank] is None):
             absent.setdefault(hosts, []).append(path)
         usual = _usual({rank: str(size) for rank, size in sizes.items() if size is not None} or {0: "None"})
         odd = [one for one in seen.facts if sizes[one.rank] is not None and str(sizes[one.rank]) != usual]
         if odd:
-            bad = True
             text = f"{path} has {sizes[odd[0].rank]:,} bytes, elsewhere {int(usual):,}"
-            yield Finding(Level.FAIL, "data", text, _hosts(odd), "Copy it again: ranks would train on different text.")
+            yield Finding(
+                Level.FAIL, "data", text, hosts_of(odd), "Copy it again: ranks would train on different text."
+            )
     for hosts, paths in absent.items():
         advice = "Prepare it, copy it there, or mount its file system."
         yield Finding(Level.FAIL, "data", f"{_listed(paths)}: missing", hosts, advice)
-    if seen.facts[0].corpora and not bad and not absent:
+    if seen.facts[0].corpora:
         yield Finding(Level.OK, "data", f"{counted(len(seen.facts[0].corpora), 'file')}, equally long on all nodes")
 
 
@@ -311,14 +307,11 @@ def judge_clocks(seen: Examination) -> Iterator[Finding]:
                 level,
                 "clocks",
                 f"against {seen.facts[0].host}: {_listed(listed)}",
-                _hosts(one for one, _ in off),
+                hosts_of(one for one, _ in off),
                 "Synchronise them (chrony, ntpd): logs would show the wrong first cause of a failure.",
             )
-    if all(abs(clock.offset_seconds) - clock.precision_seconds <= CLOCK_WARN_SECONDS for _, clock in clocks):
-        far = max((clock for _, clock in clocks), key=lambda clock: abs(clock.offset_seconds))
-        yield Finding(
-            Level.OK, "clocks", f"at most {abs(far.offset_seconds):.4f} s apart (± {far.precision_seconds:.4f})"
-        )
+    far = max((clock for _, clock in clocks), key=lambda clock: abs(clock.offset_seconds))
+    yield Finding(Level.OK, "clocks", f"at most {abs(far.offset_seconds):.4f} s apart (± {far.precision_seconds:.4f})")
 
 
 def _usual(values: Mapping[int, str]) -> str:
@@ -326,10 +319,6 @@ def _usual(values: Mapping[int, str]) -> str:
     counts = Counter(values.values())
     first = values[min(values)]
     return max(counts, key=lambda value: (counts[value], value == first, value))
-
-
-def _hosts(facts: Iterable[RankFacts]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(one.host for one in facts))
 
 
 def _has_nvlink(links: Mapping[str, Mapping[str, str]]) -> bool:

@@ -11,7 +11,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from triaxis.launch.doctor.records import Examination, Finding, Level, LimitFacts
+from triaxis.launch.doctor.records import Examination, Finding, Level, LimitFacts, hosts_of
 from triaxis.launch.start.process.named_causes import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
 
 SMALL_SHARED_BYTES = 64 * 2**20
@@ -52,7 +52,7 @@ def _may_lock(status: Path) -> bool:
 def judge_limits(seen: Examination) -> Iterator[Finding]:
     """Compare each node's limits with those at which NCCL is known to fail.
 
-    A problem is only a warning, because NCCL has just worked within these limits. If there is none, the finding is OK.
+    A problem is only a warning, because NCCL has just worked within these limits.
 
     Several ranks on a node need a /dev/shm above `SMALL_SHARED_BYTES`. InfiniBand needs unlimited locked memory.
     """
@@ -74,18 +74,15 @@ def judge_limits(seen: Examination) -> Iterator[Finding]:
     if small:
         size = min(limits.shared_bytes for _, limits in small)
         text = f"/dev/shm has {_in_mib(size)}, which NCCL may fill: ranks of one node talk through it"
-        hosts = tuple(dict.fromkeys(one.host for one, _ in small))
-        yield Finding(Level.WARN, "limits", text, hosts, SHARED_MEMORY_ADVICE)
+        yield Finding(Level.WARN, "limits", text, hosts_of(one for one, _ in small), SHARED_MEMORY_ADVICE)
     if limited:
         size = min(locked for _, locked in limited)
         text = f"a rank may lock {_in_mib(size)} (RLIMIT_MEMLOCK), and InfiniBand locks every buffer"
-        hosts = tuple(dict.fromkeys(one.host for one, _ in limited))
-        yield Finding(Level.WARN, "limits", text, hosts, LOCKED_MEMORY_ADVICE)
-    if not small and not limited:
-        locked = [limits.locked_bytes for _, limits in facts if limits.locked_bytes is not None]
-        least = min(limits.shared_bytes for _, limits in facts)
-        said = f"{_in_mib(min(locked))} of memory can be locked" if locked else "memory can be locked without limit"
-        yield Finding(Level.OK, "limits", f"{said}; /dev/shm has {_in_mib(least)} or more")
+        yield Finding(Level.WARN, "limits", text, hosts_of(one for one, _ in limited), LOCKED_MEMORY_ADVICE)
+    locked = [limits.locked_bytes for _, limits in facts if limits.locked_bytes is not None]
+    least = min(limits.shared_bytes for _, limits in facts)
+    said = f"{_in_mib(min(locked))} of memory can be locked" if locked else "memory can be locked without limit"
+    yield Finding(Level.OK, "limits", f"{said}; /dev/shm has {_in_mib(least)} or more")
 
 
 def _in_mib(num_bytes: int) -> str:

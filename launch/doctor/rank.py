@@ -12,7 +12,6 @@ from rich.console import Console
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.write import to_yaml
 from triaxis.engine.device.gpus import GLOO, NCCL
 from triaxis.engine.errors import ExitCode
 from triaxis.engine.numerics.precision import DTYPES
@@ -100,7 +99,6 @@ def examine(
         grid.node(rank),
         device,
         dtype=DTYPES[config.precision.dtype],
-        config_text=to_yaml(config),
         data_files=data_files(config),
         first_of_node=rank % grid.ranks_per_node == 0,
     )

@@ -20,13 +20,11 @@ def judge_groups(seen: Examination) -> Iterator[Finding]:
     groups are blamed. A slow gloo group inside one node gives only a warning, because its ranks share the processors.
     """
     by_rank = {one.rank: one for one in seen.facts}
-    found = False
     for equals in equal_groups(seen.groups, by_rank):
         usual = middle([one.bytes_per_second for one in equals])
         slow = [one for one in equals if one.bytes_per_second < SLOW * usual]
         if not slow:
             continue
-        found = True
         is_shared = seen.needs.backend == "gloo" and len({by_rank[rank].node for rank in slow[0].ranks}) == 1
         fine = {by_rank[rank].host for one in equals if one not in slow for rank in one.ranks}
         named = dict.fromkeys(by_rank[rank].host for one in slow for rank in one.ranks)
@@ -38,7 +36,7 @@ def judge_groups(seen: Examination) -> Iterator[Finding]:
             tuple(host for host in named if host not in fine) or tuple(named),
             "Every step waits for the slowest group. Leave these hosts out, or look at their links, GPUs and other users.",
         )
-    if seen.groups and not found:
+    if seen.groups:
         yield Finding(Level.OK, "bandwidth", f"no group is slower than {SLOW:g} of the median of its equals")
 
 

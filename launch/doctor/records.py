@@ -1,6 +1,6 @@
 """Define the records that ranks exchange as JSON, and the findings that follow from them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -192,6 +192,11 @@ class RankFacts:
                 "compiler": None if compiler is None else CompilerFacts(**compiler),
             }
         )
+
+
+def hosts_of(facts: Iterable[RankFacts]) -> tuple[str, ...]:
+    """List the ranks' hosts, each once, in the order of the ranks."""
+    return tuple(dict.fromkeys(one.host for one in facts))
 
 
 @dataclass(frozen=True, slots=True)
