@@ -40,7 +40,7 @@ from triaxis.engine.checkpoint.format.manifest import (
 from triaxis.engine.checkpoint.format.store import fingerprints
 from triaxis.engine.checkpoint.history import RunHistory
 from triaxis.engine.checkpoint.shards import fingerprint
-from triaxis.engine.checkpoint.writer import RankWriter, Written
+from triaxis.engine.checkpoint.writer import RankWriter
 from triaxis.engine.comm.agreement import SaveFlags
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.config.groups import is_frozen
@@ -48,6 +48,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import CheckpointError, SaveError, counted
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.step import Engine
+from triaxis.engine.storage.state_files import reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class CheckpointSaver:
         self._phase = _Phase.IDLE
         self._saving: TrainingState | None = None
         self._started_seconds = 0.0
-        self._writing: Future[Written] | None = None
+        self._writing: Future[None] | None = None
         self._committing: Future[_Committed] | None = None
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
         self._failure: str | None = None
@@ -231,7 +232,7 @@ class CheckpointSaver:
         if not self._config.in_background:
             self.settle()
 
-    def _pending(self) -> "Future[Written] | Future[_Committed] | None":
+    def _pending(self) -> "Future[None] | Future[_Committed] | None":
         if self._phase is _Phase.WRITING:
             return self._writing
         return self._committing if self._phase is _Phase.COMMITTING else None
@@ -354,7 +355,7 @@ def _recorded(config: Config) -> dict[str, Any]:
 
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError):
-        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        return reason(error)
     return f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

@@ -12,12 +12,11 @@ The thread issues no collective and touches no training tensor. A failed write i
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from triaxis.engine.checkpoint.format.manifest import DataFile, Kind
+from triaxis.engine.checkpoint.format.manifest import Kind
 from triaxis.engine.checkpoint.format.store import Shard, write_file
 from triaxis.engine.checkpoint.shards import saved_buckets, shards
 from triaxis.engine.device.host_copy import FromCuda, ToHost
@@ -47,14 +46,6 @@ class FromCpu:
 
     def finish(self, mark: None) -> None:
         pass
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """One rank's manifest entry for its file, and the seconds that writing took."""
-
-    file: DataFile
-    seconds: float
 
 
 class RankWriter:
@@ -110,14 +101,14 @@ class RankWriter:
                 for by_kind in live
             ]
 
-    def save(self, folder: Path) -> Future[Written]:
+    def save(self, folder: Path) -> Future[None]:
         """Copy the state to host memory, hand the copy to the writing thread, and return.
 
         The thread writes `folder`/rank_<n>.safetensors, and rank_<n>.json, its manifest entry. If `in_background` is False, the
         thread reads the live state, so the caller must wait for the future.
 
         Returns:
-            A future of the written file; it raises the last attempt's OSError if all attempts fail.
+            A future that is done when the files are written; it raises the last attempt's OSError if all attempts fail.
         """
         # State in host memory is whole once these copies are done, since they are posted after the update's.
         self._to_host.finish(self._to_host.post(self._copies))
@@ -129,12 +120,11 @@ class RankWriter:
         """Stop the thread after its running write."""
         self._thread.shutdown(wait=True)
 
-    def _write(self, folder: Path) -> Written:
-        started = time.monotonic()
+    def _write(self, folder: Path) -> None:
         for pause_seconds in (*RETRY_PAUSES_SECONDS, None):
             try:
-                file = self._write_once(folder)
-                return Written(file, time.monotonic() - started)
+                self._write_once(folder)
+                return
             except OSError as error:
                 # The partial file is useless, and takes room on a full disk.
                 (folder / f"{self._name}.safetensors").unlink(missing_ok=True)
@@ -142,14 +132,12 @@ class RankWriter:
                     raise
                 self._on_retry(error)
                 time.sleep(pause_seconds)
-        raise AssertionError("the last attempt returns or raises")
 
-    def _write_once(self, folder: Path) -> DataFile:
+    def _write_once(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file = write_file(folder / f"{self._name}.safetensors", list(self._shards()))
         # Input for the manifest: rank 0 reads this file and removes it.
         write_atomically(folder / f"{self._name}.json", [file.model_dump_json().encode()])
-        return file
 
     def _shards(self) -> Iterator[Shard[StoredState]]:
         for kind in self._kinds:

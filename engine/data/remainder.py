@@ -12,7 +12,6 @@ A remainder may be cut again. No checkpoint stores a remainder, since the number
 """
 
 import json
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,31 +21,10 @@ from triaxis.engine.data.samples import DocumentPart, Sample, SampleStream
 from triaxis.engine.data.shuffle import permutation
 
 
-class Cut(Protocol):
-    """An epoch, or an epoch's unread rest, cut into samples.
-
-    A piece is a contiguous token range.
-
-    Attributes:
-        starts: position of each piece's first token in the epoch's stream, int64 [R] for R pieces.
-        offsets: each piece's start after the pieces are concatenated, then the total length, int64 [R + 1], in tokens.
-        seq_length: labels per sample.
-        order: samples in training order, int64 [n].
-        history: (seq_length, samples read) for each earlier cut.
-    """
-
-    starts: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    seq_length: int
-
-    @property
-    def order(self) -> NDArray[np.int64]: ...
-    @property
-    def history(self) -> tuple[tuple[int, int], ...]: ...
-
-
 class WholeEpoch:
-    """A whole epoch in the form of a `Cut`: one piece from position 0, without earlier cuts."""
+    """A whole epoch cut into samples: one piece from position 0, without earlier cuts. Attributes are those of a `Remainder`."""
+
+    history: tuple[tuple[int, int], ...] = ()
 
     def __init__(self, stream: SampleStream, epoch: int) -> None:
         self._stream, self._epoch = stream, epoch
@@ -56,10 +34,6 @@ class WholeEpoch:
     @property
     def order(self) -> NDArray[np.int64]:
         return self._stream.epoch(self._epoch).sample_order
-
-    @property
-    def history(self) -> tuple[tuple[int, int], ...]:
-        return ()
 
 
 class Remainder:
@@ -71,38 +45,30 @@ class Remainder:
         before: the epoch, or its earlier remainder, cut to the old length; some of its samples were read.
         read: number of samples read from `before`, in training order.
 
+    Attributes:
+        starts: position in the epoch's stream of the first token of each piece, a contiguous token range; int64 [R] for R pieces.
+        offsets: each piece's start after the pieces are concatenated, then the total length, int64 [R + 1], in tokens.
+        seq_length: labels per sample.
+        order: samples in training order, int64 [n].
+        history: (seq_length, samples read) for each earlier cut.
+
     Raises:
         DataError: the cache folder cannot be read or written.
     """
 
-    def __init__(self, stream: SampleStream, epoch: int, before: Cut, read: int) -> None:
+    def __init__(self, stream: SampleStream, epoch: int, before: "WholeEpoch | Remainder", read: int) -> None:
         self._stream, self._epoch, self._before, self._read = stream, epoch, before, read
         self.seq_length = stream.seq_length
-        self._cuts = (*before.history, (before.seq_length, read))
-        key = json.dumps(["remainder", *stream.identity, epoch, self._cuts, self.seq_length])
+        self.history: tuple[tuple[int, int], ...] = (*before.history, (before.seq_length, read))
+        key = json.dumps(["remainder", *stream.identity, epoch, self.history, self.seq_length])
         path = stream.cache_dir / f"remainder-{epoch:04d}-{key_digest(key)}.index"
         numbers = open_numbers(path, key, self._build, None, ".remainder.lock")
         num_pieces = int(numbers[0])
-        self.starts, lengths, self._order = np.split(numbers[1:], [num_pieces, 2 * num_pieces])
+        self.starts, lengths, self.order = np.split(numbers[1:], [num_pieces, 2 * num_pieces])
         self.offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
     def __len__(self) -> int:
-        return len(self._order)
-
-    @property
-    def order(self) -> NDArray[np.int64]:
-        return self._order
-
-    @property
-    def history(self) -> tuple[tuple[int, int], ...]:
-        return self._cuts
-
-    @property
-    def left_over(self) -> int:
-        """Number of labels at the remainder's end that no sample contains, below `seq_length`."""
-        end = len(self) * self.seq_length
-        joins = int(np.count_nonzero(self.offsets[1:-1] > end))
-        return int(self.offsets[-1]) - 1 - end - joins
+        return len(self.order)
 
     def recut(self, stream: SampleStream, read: int) -> "Remainder":
         """Return this remainder without its first `read` samples, cut to `stream.seq_length` labels per sample."""
@@ -113,7 +79,7 @@ class Remainder:
     def _build(self) -> tuple[NDArray[np.int64], ...]:
         starts, lengths = unread_pieces(self._before, self._read)
         num_samples = max(0, (int(lengths.sum()) - 1) // self.seq_length)
-        cuts = [number for cut in self._cuts for number in cut]
+        cuts = [number for cut in self.history for number in cut]
         order = permutation(num_samples, "remainder", self._stream.seed, self._epoch, *cuts, self.seq_length)
         return np.array([len(starts)]), starts, lengths, order
 
@@ -144,7 +110,7 @@ class Remainder:
         return pieces
 
 
-def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def unread_pieces(cut: WholeEpoch | Remainder, read: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Find the epoch's token ranges that stay unread after the first `read` samples of `cut.order`.
 
     A `Cut` is an epoch, or its unread rest, as samples. A range ends with the last label in its last sample.

@@ -15,7 +15,7 @@ All ranks read the same numbers for the same step at the same point in the loop,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from triaxis.engine.checkpoint.history import RunHistory
 from triaxis.engine.errors import DivergenceError, ReplicaError
 from triaxis.engine.resilience.nonfinite import FirstNonFinite, locate
 from triaxis.engine.resilience.replicas import ReplicaCheck
+from triaxis.engine.run.validation import StepSource
 from triaxis.engine.step import Engine
 from triaxis.engine.step_limits import StepLimits
 from triaxis.engine.step_result import StepResult, explain
@@ -34,13 +35,6 @@ class GuardNotices(Protocol):
     """Receiver of a guard's events, called on every rank with the same arguments. `step` counts from 0."""
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None: ...
-
-
-class OneStep(Protocol):
-    """A source of this rank's batches, from which one past step is read to repeat it."""
-
-    def next_step(self) -> Sequence[Any]: ...
-    def close(self) -> None: ...
 
 
 class Guard:
@@ -56,7 +50,7 @@ class Guard:
     """
 
     def __init__(
-        self, engine: Engine, history: RunHistory, open_batches: Callable[[int], OneStep], notices: GuardNotices
+        self, engine: Engine, history: RunHistory, open_batches: Callable[[int], StepSource], notices: GuardNotices
     ) -> None:
         self._engine = engine
         self._config = engine.config.resilience

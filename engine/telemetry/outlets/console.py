@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -33,18 +33,11 @@ _ETA_STEPS = 50
 """Number of recent steps averaged for the ETA: enough to be steady, few enough to follow a change."""
 
 
-class Outlet(Protocol):
-    """A destination for lines. Tables are at most `width` characters wide, and wrapped text at most `text_width`."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def text_width(self) -> int: ...
-    def write(self, line: Text) -> None: ...
-
-
 class Plain:
-    """A file or a pipe that gets no control sequences, and tables of any width."""
+    """A file or a pipe that gets no control sequences, and tables of any width.
+
+    Tables are at most `width` characters wide, and wrapped text at most `text_width`.
+    """
 
     width = 10_000
     text_width = 120
@@ -184,7 +177,7 @@ class Report:
         self._num_steps = num_steps
         self._log_interval = log_interval
         self._live = Live(terminal, log, num_steps) if terminal is not None and terminal.isatty() else None
-        outlets: list[Outlet] = [self._live] if self._live is not None else []
+        outlets: list[Plain | Live] = [self._live] if self._live is not None else []
         if terminal is not None and self._live is None:
             outlets.append(Plain(terminal))
         if log is not None:

@@ -16,23 +16,29 @@ import torch
 
 
 class HostClock:
-    """The host's monotonic clock. On Linux, all processes on a machine share this clock."""
+    """The host's monotonic clock. On Linux, all processes on a machine share this clock.
+
+    `samples` is true if a mark is so costly that only some steps are marked.
+    """
 
     samples = False
 
     def mark(self) -> float:
+        """Make a mark after the work that this rank has posted so far."""
         return time.perf_counter()
 
     def elapsed(self, marks: Sequence[float]) -> list[float]:
+        """Measure the seconds from the first mark to each mark. The host must have read the step's numbers before."""
         return [mark - marks[0] for mark in marks]
 
     def anchor(self) -> tuple[float, float]:
+        """Make a mark and read `time.perf_counter` at the same moment. The call may wait for the device."""
         now = time.perf_counter()
         return now, now
 
 
 class StreamClock:
-    """A clock whose marks are CUDA events on the current stream of the marking thread."""
+    """A clock whose marks are CUDA events on the current stream of the marking thread. Its methods are those of `HostClock`."""
 
     samples = True
 
@@ -63,6 +69,9 @@ class StreamClock:
         return event, time.perf_counter()
 
 
-def clock_of(device: torch.device) -> HostClock | StreamClock:
+Clock = HostClock | StreamClock
+
+
+def clock_of(device: torch.device) -> Clock:
     """Choose the clock that measures a rank's waits on this device."""
     return StreamClock(device) if device.type == "cuda" else HostClock()

@@ -18,11 +18,12 @@ that waits for the call, so an event marks the call's end (see `torch.distribute
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from triaxis.engine.comm.ledger import Event
 from triaxis.engine.pipeline.lowering import Instruction
 from triaxis.engine.run.step_parts import StepPart
+from triaxis.engine.telemetry.timing.clocks import Clock
 
 
 class Activity(NamedTuple):
@@ -34,25 +35,6 @@ class Activity(NamedTuple):
     part: StepPart
     instruction: Instruction | None = None
     wait: Event | None = None
-
-
-class Clock(Protocol):
-    """Records moments as marks, and measures the time between marks.
-
-    `samples` is true if a mark is so costly that only some steps are marked.
-    """
-
-    @property
-    def samples(self) -> bool: ...
-
-    def mark(self) -> Any:
-        """Make a mark after the work that this rank has posted so far."""
-
-    def elapsed(self, marks: Sequence[Any]) -> list[float]:
-        """Measure the seconds from the first mark to each mark. The host must have read the step's numbers before."""
-
-    def anchor(self) -> tuple[Any, float]:
-        """Make a mark and read `time.perf_counter` at the same moment. The call may wait for the device."""
 
 
 class CallMarks(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_contenders.shapes import SHAPES, base_words, resolve, write_config
+from triaxis.engine.checkpoint.format.manifest import DataFile
 from triaxis.engine.checkpoint.format.store import write_file
 from triaxis.engine.checkpoint.shards import saved_buckets, shards
 from triaxis.engine.checkpoint.writer import RankWriter
@@ -143,8 +144,9 @@ def test_a_file_holds_the_state_in_the_accumulation_dtype_as_it_was_at_the_save(
         may_begin.set()
     else:
         saving = writer.save(tmp_path / "saved")
-    written = saving.result(60)
+    saving.result(60)
     writer.close()
-    saved = tmp_path / "saved" / written.file.name
+    file = DataFile.model_validate_json((tmp_path / "saved" / "rank_00000.json").read_bytes())
+    saved = tmp_path / "saved" / file.name
     assert saved.read_bytes() == (tmp_path / "rank_00000.safetensors").read_bytes()
-    assert {piece.dtype for piece in written.file.pieces} == {"float32"}
+    assert {piece.dtype for piece in file.pieces} == {"float32"}
