@@ -23,8 +23,7 @@ from triaxis.engine.config.phases import DataSegment, data_segments
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.blend import Blend, counts_of
-from triaxis.engine.data.corpus.indexed import refuse_repeated
-from triaxis.engine.data.corpus.own import Corpus, open_corpus
+from triaxis.engine.data.corpus.own import Corpus, open_corpus, refuse_repeated
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.data.document_statistics import UNBROKEN

@@ -15,7 +15,8 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import idx_path
 from triaxis.engine.data.corpus.matching import find_recorded, recorded_as
 from triaxis.engine.data.corpus.record import read_record
-from triaxis.engine.data.corpus.tokenizers import BYTES, Tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.errors import DataError
 
 

@@ -20,7 +20,8 @@ from rich.console import Console
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.matching import find_recorded
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record
-from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.errors import DataError
 from triaxis.launch.prepare.check import check
 from triaxis.launch.prepare.combine import bounds_of_shares, merge, split

@@ -7,7 +7,7 @@ from pathlib import Path
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.matching import is_recorded
 from triaxis.engine.data.corpus.record import read_record
-from triaxis.engine.data.corpus.tokenizers import Tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
 from triaxis.engine.errors import DataError
 from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.inference.request import Asked, ask, open_tokenizer, start

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
 from triaxis.engine.errors import counted
+from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.doctor.compiler import judge_compiler
 from triaxis.launch.doctor.limits import judge_limits
 from triaxis.launch.doctor.rates import judge_groups, judge_paths
@@ -250,7 +251,7 @@ def judge_disk(seen: Examination) -> Iterator[Finding]:
     least = min(free.values())
     hosts = hosts_of(one for one in seen.facts if free.get(one.rank) == least)
     count = 1 + (needs.kept_saves or 0)
-    sizes = f"{_gigabytes(least)} free in {needs.saved_to}, a checkpoint is {_gigabytes(needs.save_bytes)}"
+    sizes = f"{gigabytes(least)} free in {needs.saved_to}, a checkpoint is {gigabytes(needs.save_bytes)}"
     advice = "Make room, name another checkpoint.dir, or keep fewer (checkpoint.keep_last)."
     if least < needs.save_bytes:
         yield Finding(Level.FAIL, "disk", f"{sizes}: not even one fits", hosts, advice)
@@ -333,7 +334,3 @@ def _listed(words: Iterable[str], most: int = MOST_NAMED) -> str:
     given: Sequence[str] = list(words)
     rest = len(given) - most
     return ", ".join(given[:most]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB"

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import track
 
 from triaxis.engine.data.corpus.indexed import IndexedTokens
-from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, load_tokenizer
 from triaxis.engine.data.loader import Batches, MicroBatch
 from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.inference.rank import run

@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.launch.inference.rank import run
 from triaxis.launch.inference.text_stream import UNKNOWN, TextStream
 from triaxis.launch.rank.join import Rank

@@ -35,7 +35,8 @@ from triaxis.engine.checkpoint.inspect.recorded import (
 from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import Config
-from triaxis.engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import BYTES, load_tokenizer
 from triaxis.engine.errors import CheckpointError, ConfigError, DataError
 from triaxis.launch.start.command_line import CHECKPOINT, CommandParser, add_weights
 from triaxis.launch.start.launcher import Request, launch

@@ -6,7 +6,7 @@ text   H    -     -     €     !      text that each token adds; nothing until 
 
 from collections.abc import Sequence
 
-from triaxis.engine.data.corpus.tokenizers import Tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
 
 UNKNOWN = "�"
 """Replacement that a decoder writes for invalid bytes: an incomplete character, or an undertrained model's output."""

@@ -10,7 +10,8 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path, refuse_repeated
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
+from triaxis.engine.data.corpus.own import refuse_repeated
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path
 from triaxis.engine.errors import DataError, counted
 from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically

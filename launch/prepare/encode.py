@@ -17,7 +17,8 @@ import numpy as np
 from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, OnBad, Reading, Vocabulary
 from triaxis.engine.data.corpus.indexed import LONGEST_SEQUENCE, Tokens
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, Unit
-from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.errors import shown
 from triaxis.launch.prepare.parts import PROGRESS, Done, Part, PartWriter, ProgressTable, find_part
 from triaxis.launch.prepare.readers import reader_of

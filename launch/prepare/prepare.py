@@ -22,7 +22,8 @@ from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, 
 from triaxis.engine.data.corpus.indexed import IndexedWriter, bin_path, idx_path, smallest_dtype
 from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile, Piece, ReadOptions, Unit
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path, request_digest
-from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.errors import DataError, counted, shown
 from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically
 from triaxis.launch.prepare.encode import EncodeSettings, make_part, start_worker, unusable

@@ -15,7 +15,6 @@ or under torchrun, because every rank would wait.
 """
 
 import argparse
-import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -25,9 +24,9 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 
 from triaxis.engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
 from triaxis.engine.errors import ExitCode
+from triaxis.engine.storage.files import locked
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout that contains this file, which may differ from the one on the path."""
@@ -182,7 +182,7 @@ def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, st
             f"Run this first, where there is a network:\n"
             f"  {shlex.join(['bash', str(checkout.root / 'launch' / 'bootstrap.sh'), *extras])}"
         )
-    with _locked(checkout.lock):
+    with locked(checkout.lock, cache(partial(_say, f"another process is preparing {checkout.venv}; waiting for it"))):
         if not _complete(checkout, extras):  # another process may have made it during the wait
             _make(checkout, extras, missing)
     return str(checkout.python)
@@ -356,18 +356,6 @@ def _has_pip(python: Path) -> bool:
     return (
         subprocess.run([str(python), "-P", "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0
     )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, which the kernel releases when the process ends."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say(f"another process is preparing {path.with_suffix('')}; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _say(text: str) -> None:

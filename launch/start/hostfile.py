@@ -37,7 +37,7 @@ from triaxis.launch.start.process.failure import AFTER, OTHERS_END_SECONDS
 from triaxis.launch.start.process.forward_signals import END_RANKS
 from triaxis.launch.start.process.lasting_output import lasting_output
 from triaxis.launch.start.srun_task import LOOPBACK
-from triaxis.launch.start.variables import check_numbers
+from triaxis.launch.start.variables import DEFAULT_PORT, check_numbers
 
 LAUNCHER = (
     ("bash", str(ROOT / "launch" / "pretrain_gpt.sh"))
@@ -47,7 +47,6 @@ LAUNCHER = (
 """Launcher command on each host, before the run's words. The checkout or the installed Python has the same path on all hosts."""
 
 VARIABLE = "HOSTFILE"
-DEFAULT_PORT = "29500"
 
 _PASSED_ON = (
     "TP",

@@ -58,6 +58,7 @@ from triaxis.launch.start.process.failure import (
 from triaxis.launch.start.process.forward_signals import ForwardedSignals, NoRanksError
 from triaxis.launch.start.process.lasting_output import lasting_output
 from triaxis.launch.start.srun_task import LOOPBACK, is_rank, rank_variables
+from triaxis.launch.start.variables import DEFAULT_PORT
 from triaxis.launch.start.world import World, decide
 from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_gpu
 from triaxis.models.predict.rank_memory import predict
@@ -84,7 +85,6 @@ START = "triaxis.launch.start.process.start_rank"
 FROM_SCRATCH = "--from-scratch"
 """Word that lets a run with saved checkpoints start at step 0 again."""
 
-DEFAULT_MASTER_PORT = "29500"
 
 _LABEL = 8
 """Width of a row's label in columns."""
@@ -239,7 +239,7 @@ def torchrun_arguments(plan: LaunchPlan, worker: str, variables: Mapping[str, st
     if world.num_nodes > 1 or variables.get("MASTER_PORT"):
         ranks += [
             f"--master-addr={variables.get('MASTER_ADDR') or LOOPBACK[0]}",
-            f"--master-port={variables.get('MASTER_PORT') or DEFAULT_MASTER_PORT}",
+            f"--master-port={variables.get('MASTER_PORT') or DEFAULT_PORT}",
         ]
     else:
         # A free port keeps two runs on one machine apart; the numeric address needs no name resolution.

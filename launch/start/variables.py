@@ -3,8 +3,14 @@
 from collections.abc import Mapping
 
 from triaxis.engine.errors import TopologyError, shown
+from triaxis.engine.layout.rank_rules import MOST_RANKS
+
+DEFAULT_PORT = "29500"
+"""The port at which the nodes of a run meet, unless MASTER_PORT names another."""
 
 NUMBERS = {
+    "NNODES": (1, MOST_RANKS),
+    "NPROC_PER_NODE": (1, MOST_RANKS),
     "OMP_NUM_THREADS": (1, 1024),
     "MASTER_PORT": (1, 65_535),
     "SLURM_RESTART_COUNT": (0, 10**6),

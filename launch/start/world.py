@@ -18,6 +18,7 @@ from triaxis.engine.config.section import Rule, with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 from triaxis.engine.errors import TopologyError, counted
+from triaxis.launch.start.variables import check_numbers
 
 
 class TooFewGpusError(TopologyError):
@@ -61,12 +62,13 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
     """
     parallel = config.parallel
     model_ranks = parallel.tp * parallel.pp * parallel.cp
-    num_nodes = _number(variables, "NNODES") or 1
+    check_numbers(variables)
+    num_nodes = int(variables.get("NNODES") or 1)
     device = device_type(config.runtime, gpus)
     backend = backend_of(config.runtime, device, gpus.note)
     num_gpus = gpus.count if device == CUDA else 0
 
-    if given := _number(variables, "NPROC_PER_NODE"):
+    if given := int(variables.get("NPROC_PER_NODE") or 0):
         ranks, why = num_nodes * given, "NPROC_PER_NODE"
     elif parallel.dp is not None:
         product = "tp x cp x pp x dp" if parallel.cp > 1 else "tp x pp x dp"
@@ -151,12 +153,3 @@ def _too_few(
         "Add one of these to the same command:\n" + "\n".join(f"  {choice}" for choice in choices)
     )
     return TooFewGpusError(text, needs, smaller)
-
-
-def _number(variables: Mapping[str, str], name: str) -> int | None:
-    text = variables.get(name)
-    if not text:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise TopologyError(f"{name}={text}: must be a whole number of at least 1, or ranks cannot be counted with it.")
-    return int(text)

@@ -15,7 +15,8 @@ from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.config.extension_section import placed
 from triaxis.engine.data.corpus.matching import find_recorded, is_recorded, right_spelling
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record
-from triaxis.engine.data.corpus.tokenizers import BYTES, BytesTokenizer, Tokenizer, load_tokenizer, split_name
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import BYTES, BytesTokenizer, load_tokenizer, split_name
 from triaxis.engine.errors import DataError
 
 TOKENIZER = "tokenizer"

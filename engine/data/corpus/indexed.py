@@ -17,12 +17,12 @@ import re
 import shlex
 import struct
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -69,15 +69,6 @@ def _prefixes_near(name: str) -> list[str]:
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
     """Choose uint16 for fewer than 65,500 ids, else int32, as Megatron's tools do."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
-
-
-class NamedCorpus(Protocol):
-    """A corpus whose `identity` is the same under every link and spelling of its path."""
-
-    prefix: str
-
-    @property
-    def identity(self) -> tuple[int, int]: ...
 
 
 class IndexedTokens:
@@ -307,26 +298,6 @@ def _refuse_pointer(path: Path) -> None:
     """Raise DataError if a file is a placeholder, such as a Git LFS pointer. Call this only for files already found invalid."""
     if how := how_to_get(path):
         raise DataError(f"{path} is not there yet: its tokens would be noise.{how}")
-
-
-def refuse_repeated(where: str, corpora: Sequence[NamedCorpus], harm: str) -> None:
-    """Refuse a corpus that is named twice, even under different spellings of its path.
-
-    Args:
-        where: option or command that names the corpora, for the message.
-        corpora: corpora, in order.
-        harm: sentences on the consequence and the remedy.
-
-    Raises:
-        DataError: two names mean the same corpus.
-    """
-    names: dict[tuple[int, int], str] = {}
-    for corpus in corpora:
-        if corpus.identity in names:
-            raise DataError(
-                f"{where} names one corpus twice, as {names[corpus.identity]} and as {corpus.prefix}: {harm}"
-            )
-        names[corpus.identity] = corpus.prefix
 
 
 class IndexedWriter:

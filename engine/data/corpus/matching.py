@@ -17,14 +17,8 @@ from pathlib import Path
 
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record
-from triaxis.engine.data.corpus.tokenizers import (
-    BYTES,
-    SENTENCEPIECE,
-    TOKENIZER_JSON,
-    Tokenizer,
-    load_tokenizer,
-    split_name,
-)
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import BYTES, SENTENCEPIECE, TOKENIZER_JSON, load_tokenizer, split_name
 from triaxis.engine.errors import DataError
 from triaxis.engine.program import triaxis
 

@@ -8,6 +8,7 @@ the engine needs from `IndexedTokens`.
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,23 @@ def open_corpus(prefix: str, own: Extension, tokenizer: str = "bytes") -> Corpus
         return OwnCorpus(prefix, own.corpora[name](argument))
     except OSError as error:
         raise DataError(f"{prefix} cannot be opened: {error}") from error
+
+
+def refuse_repeated(where: str, corpora: Sequence[Corpus], harm: str) -> None:
+    """Refuse a corpus that is named twice, even under different spellings of its path.
+
+    Args:
+        where: option or command that names the corpora, for the message.
+        corpora: corpora, in order.
+        harm: sentences on the consequence and the remedy.
+
+    Raises:
+        DataError: two names mean the same corpus.
+    """
+    names: dict[tuple[int, int], str] = {}
+    for corpus in corpora:
+        if corpus.identity in names:
+            raise DataError(
+                f"{where} names one corpus twice, as {names[corpus.identity]} and as {corpus.prefix}: {harm}"
+            )
+        names[corpus.identity] = corpus.prefix

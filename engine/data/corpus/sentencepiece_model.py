@@ -1,17 +1,17 @@
 """Tokenizers for the sentencepiece library's .model files."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from triaxis.engine.data.corpus.end_of_document import end_of_document
 from triaxis.engine.data.corpus.optional import need
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
 from triaxis.engine.errors import DataError
 from triaxis.engine.storage.files import sha256_of_file
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A tokenizer from a .model file. No beginning-of-text or end-of-text token is added.
 
     Args:
@@ -21,8 +21,6 @@ class SentencePieceTokenizer:
     Raises:
         DataError: the package sentencepiece is missing, the file is not such a model, or it has no end-of-document token.
     """
-
-    json_file: Path | None = None
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
         sentencepiece = need("sentencepiece", f"{path}, a sentencepiece model,")
@@ -38,12 +36,8 @@ class SentencePieceTokenizer:
         self.unknown_id = unknown if unknown >= 0 else None
         own = self._model.id_to_piece(self._model.eos_id()) if self._model.eos_id() >= 0 else None
         self.eod_id = end_of_document(path, self._id_of, eod_token, own)
-        self._sha256 = sha256_of_file(path)
+        self._content = sha256_of_file(path)
         self.identity = self.identity_with(self.eod_id)
-
-    def identity_with(self, eod_id: int) -> str:
-        """Compute the hash that would identify this tokenizer with another end-of-document id."""
-        return hashlib.sha256(f"{self._sha256} {eod_id}".encode()).hexdigest()
 
     def _id_of(self, name: str) -> int | None:
         found = int(self._model.piece_to_id(name))

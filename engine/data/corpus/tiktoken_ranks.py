@@ -9,14 +9,14 @@ also a rank, the ranks belong to another encoding. Then the only special token i
 ranks.
 """
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from triaxis.engine.data.corpus.end_of_document import end_of_document
 from triaxis.engine.data.corpus.optional import need
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
 from triaxis.engine.errors import DataError
 from triaxis.engine.storage.files import sha256_of_file
 
@@ -61,7 +61,7 @@ PATTERNS = {
 }
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """A tokenizer from a rank file.
 
     Args:
@@ -74,9 +74,6 @@ class TiktokenTokenizer:
         DataError: the package tiktoken is missing, the file holds no ranks, no pattern is known, or there is no end-of-document
             token.
     """
-
-    json_file: Path | None = None
-    unknown_id: int | None = None
 
     def __init__(self, path: Path, pattern: str | None = None, eod_token: str | None = None) -> None:
         tiktoken, load = (
@@ -111,16 +108,9 @@ class TiktokenTokenizer:
         self._content = f"{sha256_of_file(path)} {known.regex}"
         self.identity = self.identity_with(self.eod_id)
 
-    def identity_with(self, eod_id: int) -> str:
-        """Compute the hash that would identify this tokenizer with another end-of-document id."""
-        return hashlib.sha256(f"{self._content} {eod_id}".encode()).hexdigest()
-
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._encoding.encode_ordinary(text)
         return ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
         text: str = self._encoding.decode([token for token in ids if token in self._tokens])

@@ -17,11 +17,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from triaxis.engine.data.corpus.end_of_document import end_of_document
 from triaxis.engine.data.corpus.sentencepiece_model import SentencePieceTokenizer
 from triaxis.engine.data.corpus.tiktoken_ranks import ENDING, TiktokenTokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
 from triaxis.engine.errors import DataError, brief, shown
 from triaxis.engine.storage.elsewhere import how_to_bring, how_to_get, why_no_path
 from triaxis.engine.storage.files import sha256_of_file
@@ -38,47 +39,8 @@ _TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 _AGAIN = "Which tokens the tokenizer has would be a guess. Copy the file from the model's folder again."
 
 
-class Tokenizer(Protocol):
-    """The tokenizer interface: text to ids and back, vocabulary sizes, special ids, identity hash."""
-
-    vocab_size: int
-    """Largest id + 1."""
-    text_size: int
-    """1 + the largest id in encoded text or at a document's end: the number of embeddings a model needs.
-
-    Ids of other special tokens may be larger.
-    """
-    eod_id: int
-    """End-of-document id."""
-    unknown_id: int | None
-    """Id for text that the tokenizer does not know; None if it can encode every text."""
-    identity: str
-    """Hexadecimal sha256 over everything that decides the ids; tokenizers with equal identities give equal ids."""
-    json_file: Path | None
-    """Path to the tokenizer.json, which other libraries read; None if the tokenizer has another form."""
-
-    def identity_with(self, eod_id: int) -> str:
-        """Compute the hash that would identify this tokenizer with another end-of-document id."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Convert a text to ids, without any special token."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Convert several texts to ids, one list per text, without any special token."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Convert ids to text, without special ids, the end-of-document id, and ids in the vocabulary's padding."""
-        ...
-
-
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
     """A tokenizer with one id per UTF-8 byte."""
-
-    json_file: Path | None = None
-    unknown_id: int | None = None
 
     def __init__(self) -> None:
         self.eod_id = 256
@@ -92,15 +54,12 @@ class BytesTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: list[int]) -> str:
         """Decode bytes. Invalid UTF-8 becomes the replacement character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A tokenizer from the Hugging Face `tokenizers` library. The file's truncation, padding and dropout are switched off.
 
     Args:

@@ -18,12 +18,14 @@ that waits for the call, so an event marks the call's end (see `torch.distribute
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triaxis.engine.comm.ledger import Event
 from triaxis.engine.pipeline.lowering import Instruction
 from triaxis.engine.run.step_parts import StepPart
-from triaxis.engine.telemetry.timing.clocks import Clock
+
+if TYPE_CHECKING:
+    from triaxis.engine.telemetry.timing.clocks import Clock
 
 
 class Activity(NamedTuple):
@@ -60,7 +62,7 @@ class MarkedStep:
     activities: list[Activity] = field(default_factory=list)
     calls: list[CallMarks] = field(default_factory=list)
 
-    def calls_elapsed(self, clock: Clock) -> list[tuple[float, float]]:
+    def calls_elapsed(self, clock: "Clock") -> list[tuple[float, float]]:
         """Measure each call's start and end, in seconds from the step's first mark.
 
         The host must have read the step's numbers before. Calls without an end mark are left out.
@@ -78,7 +80,7 @@ class TimeMarks:
     Implements `triaxis.engine.comm.ledger.WaitObserver`. No step is marked before `begin`.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: "Clock") -> None:
         self.clock = clock
         self._step = 0
         self._part = StepPart.OTHER

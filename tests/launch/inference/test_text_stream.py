@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.tokenizer import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, load_tokenizer
 from triaxis.launch.inference.text_stream import TextStream
 
 

@@ -80,7 +80,7 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 def checkout(tmp_path_factory):
     """A toy project with this repository's bootstrap; tests of this file use it one after another."""
     root = tmp_path_factory.mktemp("a checkout")  # with a space, as in real life
-    for folder in ("launch/start", "engine/device", "triaxis"):
+    for folder in ("launch/start", "engine/device", "engine/storage", "triaxis"):
         (root / folder).mkdir(parents=True)
     (root / "triaxis" / "engine").symlink_to("../engine")
     modules = (
@@ -89,6 +89,8 @@ def checkout(tmp_path_factory):
         "engine/errors.py",
         "engine/device/__init__.py",
         "engine/device/nvidia_driver.py",
+        "engine/storage/__init__.py",
+        "engine/storage/files.py",
     )
     for name in ("launch/bootstrap.sh", "launch/start/bootstrap.py", *modules):
         shutil.copy(ROOT / name, root / name)
