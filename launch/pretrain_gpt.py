@@ -59,7 +59,7 @@ from triaxis.launch.rank.first_orders import FirstOrders
 from triaxis.launch.rank.hang_watch import open_hang_watch
 from triaxis.launch.rank.join import Rank, join_run
 from triaxis.launch.rank.lost_peer import naming_lost_peers
-from triaxis.launch.rank.memory_snapshot import open_memory_snapshot
+from triaxis.launch.rank.memory_snapshot import snapshot_writer
 from triaxis.launch.rank.out_of_memory import explaining_memory
 from triaxis.launch.rank.phase import config_of_phase
 from triaxis.launch.rank.sample_text import write_sample
@@ -149,7 +149,7 @@ def _train(
     """Build the engine, begin the attempt and train; return the exit code."""
     config, topology = rank.config, rank.topology
     held_before = peak_memory_bytes(topology.device)
-    explaining = partial(explaining_memory, config, topology, open_memory_snapshot(rank, directory))
+    explaining = partial(explaining_memory, config, topology, snapshot_writer(rank, directory))
     with way_out.bounded(), explaining():
         engine = build(rank.resolved, watchers.topology, build_chunks, observers=watchers.observers)
     described = describe(engine)
@@ -173,7 +173,7 @@ def _train(
         layout={**describe_environment(engine), "sizes": str(topology.sizes), "backend": described.device},
         device_type=topology.device.type,
     )
-    stop = StopRequest(rank.number)
+    stop = StopRequest(rank.number, streams.write)
     attempt = _Attempt(
         rank, directory, datasets, engine, telemetry, meter, documents, watchers, stop, held_before, explaining, way_out
     )

@@ -14,7 +14,7 @@ at any time.
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from types import FrameType
@@ -50,14 +50,15 @@ class StopRequest:
 
     Args:
         rank: this rank's number, for the line that reports a signal.
+        write: function (bytes), which writes that line; it may be called in the middle of another print.
 
     Attributes:
         agreed: reason why the run stops, the same on every rank; None: the run goes on.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, write: Callable[[bytes], object] = lambda line: os.write(2, line)) -> None:
         self.agreed: Stop | None = None
-        self._rank = rank
+        self._rank, self._write = rank, write
         self._asked: set[Stop] = set()
         self._before: dict[int, signal.Handlers | int | None] = {}
 
@@ -94,7 +95,7 @@ class StopRequest:
             # Bypasses Python's buffers: the handler may interrupt another print between two bytes.
             name = signal.Signals(number).name
             with suppress(OSError):  # a full disk under the log; the handler must not end the step
-                os.write(2, f"rank {self._rank}: {name}: all ranks finish their step, save and stop\n".encode())
+                self._write(f"rank {self._rank}: {name}: all ranks finish their step, save and stop\n".encode())
         self.ask(stop)
         if stop is Stop.INTERRUPTED:
             # A second SIGINT gets the kernel's own action, which also ends a rank that hangs in a collective.

@@ -23,7 +23,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.own import open_corpus
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.data.run_tokenizer import corpora_of
-from triaxis.engine.errors import DataError
+from triaxis.engine.errors import DataError, brief
 from triaxis.engine.program import ROOT
 from triaxis.engine.storage.redaction import tree_without_secrets
 
@@ -33,9 +33,6 @@ PACKAGES = ("torch", "triton", "transformer-engine", "apex")
 PRODUCT = ("engine", "models", "launch")
 NODE_FIELDS = ("data.cache_dir", "data.tokenizer", "model.extension.source", "runtime.runs_dir")
 """Paths that may differ between nodes; the tokenizer, the corpora and an extension are compared by content."""
-
-MOST_CHARACTERS = 200
-"""Longest value shown in the message, in characters."""
 
 
 def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None:
@@ -80,7 +77,7 @@ def first_difference(ours: Facts, theirs: Facts, rank: int) -> str:
         return f"ranks 0 and {rank} ({hosts}) differed, but files changed during the comparison. Start again."
     more = f"; and {len(different) - 1:,} more differ" if len(different) > 1 else ""
     first = different[0]
-    values = [_shown(facts.get(first, "absent")) for facts in (here, there)]
+    values = [brief(str(facts.get(first, "absent"))) for facts in (here, there)]
     return (
         f"ranks of one run differ in {first}{more}:\n"
         f"  rank 0 ({ours['host']}): {values[0]}\n"
@@ -94,11 +91,6 @@ def _facts(details: Facts) -> dict[str, Any]:
     facts = details["facts"]
     assert isinstance(facts, dict)
     return facts
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}.."
 
 
 def _config_facts(config: Config) -> dict[str, Any]:

@@ -121,5 +121,4 @@ def corpus_entropies(config: Config) -> dict[str, float]:
     """
     if config.data.synthetic:
         return {}
-    measured = entropies(open_corpus(config.data.train[0].path, config.model.own), config.model.vocab_size)
-    return {"uniform": measured.uniform, "unigram entropy": measured.unigram, "bigram entropy": measured.bigram}
+    return entropies(open_corpus(config.data.train[0].path, config.model.own), config.model.vocab_size)

@@ -4,7 +4,7 @@ Open the file in https://pytorch.org/memory_viz.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,32 +21,29 @@ def remember_allocations(record: Callable[..., object] = torch.cuda.memory._reco
     record(max_entries=HISTORY_ENTRIES, stacks="python")
 
 
-@dataclass(frozen=True)
-class MemorySnapshot:
-    """One rank's file with a snapshot of its GPU memory. `has_history`: whether it names who allocated each block."""
+def write_snapshot(
+    path: Path, *, has_history: bool, dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot
+) -> str:
+    """Write a snapshot of this rank's GPU memory to `path`, and return a message with the path or with the failure.
 
-    path: Path
-    has_history: bool
-    dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot
-
-    def write(self) -> str:
-        """Write the snapshot file, and return a message with its path or with the failure."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.dump(str(self.path))
-        except (OSError, RuntimeError) as error:
-            return f"A snapshot of its memory could not be written: {error}"
-        said = f"Its memory, block by block: {self.path} (open it in https://pytorch.org/memory_viz)."
-        if self.has_history:
-            return said
-        return f"{said} With telemetry.memory_history=true it also says who asked for each block."
+    `has_history`: whether the snapshot names who allocated each block.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        dump(str(path))
+    except (OSError, RuntimeError) as error:
+        return f"A snapshot of its memory could not be written: {error}"
+    said = f"Its memory, block by block: {path} (open it in https://pytorch.org/memory_viz)."
+    if has_history:
+        return said
+    return f"{said} With telemetry.memory_history=true it also says who asked for each block."
 
 
-def open_memory_snapshot(rank: Rank, directory: RunDirectory) -> MemorySnapshot | None:
-    """Create this rank's memory snapshot, with a history from now on if configured; None on the CPU."""
+def snapshot_writer(rank: Rank, directory: RunDirectory) -> Callable[[], str] | None:
+    """Return the function that writes this rank's memory snapshot, with a history from now on if configured; None on the CPU."""
     if rank.topology.device.type != "cuda":
         return None
     has_history = rank.config.telemetry.memory_history
     if has_history:
         remember_allocations()
-    return MemorySnapshot(directory.memory_snapshot(rank.number), has_history=has_history)
+    return partial(write_snapshot, directory.memory_snapshot(rank.number), has_history=has_history)

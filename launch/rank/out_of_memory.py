@@ -6,7 +6,7 @@ rank 5 (pp 1, dp 0, tp 1) is out of memory at 0F3, forward of microbatch 3 on ch
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
@@ -24,7 +24,6 @@ from triaxis.engine.step import Engine
 from triaxis.engine.telemetry.observer import peak_memory_bytes
 from triaxis.engine.telemetry.outlets.format import in_bytes
 from triaxis.launch.rank.memory_errors import MemoryPlace, exhausted
-from triaxis.launch.rank.memory_snapshot import MemorySnapshot
 from triaxis.models.predict.rank_memory import Memory, predict, savings
 
 MOST_NAMED = 6
@@ -32,7 +31,7 @@ MOST_NAMED = 6
 
 @contextmanager
 def explaining_memory(
-    config: Config, topology: Topology, snapshot: MemorySnapshot | None = None, engine: Engine | None = None
+    config: Config, topology: Topology, snapshot: Callable[[], str] | None = None, engine: Engine | None = None
 ) -> Iterator[None]:
     """Turn a failed allocation inside the block into a readable error, and write a snapshot if possible.
 
@@ -45,7 +44,7 @@ def explaining_memory(
         if (place := exhausted(error)) is None:
             raise
         # Taken before the error propagates: the frames below still hold their tensors.
-        written = None if snapshot is None else snapshot.write()
+        written = None if snapshot is None else snapshot()
         raise explained(error, place, config, topology, engine, written) from error
 
 

@@ -47,8 +47,8 @@ class Job:
             listed = call("scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"])
             nodes = tuple(listed.stdout.split())
             sizes = tuple(tasks_per_node(variables["SLURM_TASKS_PER_NODE"]))
-            if listed.failed or len(nodes) != len(sizes):
-                raise ValueError(f"{listed.stderr or nodes} for {len(sizes)} counts of tasks")
+            if listed.returncode or len(nodes) != len(sizes):
+                raise ValueError(f"{listed.stderr.strip() or nodes} for {len(sizes)} counts of tasks")
         except (KeyError, ValueError) as error:
             raise TopologyError(
                 f"SLURM's variables do not say which tasks run where: {error!r}. Ranks could not be counted, nor a bad node be "
@@ -61,19 +61,10 @@ class Job:
         return sum(self.tasks_per_node)
 
 
-@dataclass(frozen=True, slots=True)
-class CommandResult:
-    """A SLURM command's result. `failed`: it ended with a nonzero exit code, did not run, or did not end in time."""
-
-    failed: bool
-    stdout: str
-    stderr: str
-
-
-def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResult:
-    """Run a SLURM command. A command that is missing or does not answer in time counts as failed."""
+def call(*words: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a SLURM command. A command that is missing or does not answer in time has the exit code 1, and says why."""
     try:
-        ended = subprocess.run(
+        return subprocess.run(
             words,
             capture_output=True,
             text=True,
@@ -83,8 +74,7 @@ def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResu
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return CommandResult(True, "", str(error))
-    return CommandResult(ended.returncode != 0, ended.stdout, ended.stderr.strip())
+        return subprocess.CompletedProcess(words, 1, "", str(error))
 
 
 def say(text: str) -> None:

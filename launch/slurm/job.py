@@ -230,11 +230,11 @@ class NextAttempt:
         # A requeue ends every process in the job, including the command that excludes a node: this one must survive SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         requeued = call("scontrol", "requeue", self._job.number)
-        if not requeued.failed:
+        if not requeued.returncode:
             say(f"requeued with `scontrol requeue {self._job.number}`")
             self._exclude(fields, excluded)
             return True
-        say(f"`scontrol requeue {self._job.number}` was refused: {requeued.stderr}")
+        say(f"`scontrol requeue {self._job.number}` was refused: {requeued.stderr.strip()}")
         return self._submit(fields, excluded)
 
     def _exclude(self, fields: Mapping[str, str], excluded: Sequence[str]) -> None:
@@ -243,8 +243,10 @@ class NextAttempt:
             return
         names = ",".join([*others, *excluded])
         updated = call("scontrol", "update", f"JobId={self._job.number}", f"ExcNodeList={names}")
-        if updated.failed:
-            say(f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times but cannot be excluded: {updated.stderr}")
+        if updated.returncode:
+            say(
+                f"{', '.join(excluded)} failed {FAILURES_TO_EXCLUDE} times but cannot be excluded: {updated.stderr.strip()}"
+            )
             return
         say(
             f"excluded after {FAILURES_TO_EXCLUDE} failures: {', '.join(excluded)}. If too few other nodes are left, "
@@ -257,9 +259,10 @@ class NextAttempt:
         kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
         words = submit_words(self._job, self._script, self._words, fields, os.environ, excluded)
         submitted = call(*words, variables=kept | {"RUN_NAME": self._name})
-        if submitted.failed:
+        if submitted.returncode:
             say(
-                f"a dependent job could not be submitted either: {submitted.stderr}. Submit again with RUN_NAME={self._name}"
+                f"a dependent job could not be submitted either: {submitted.stderr.strip()}. "
+                f"Submit again with RUN_NAME={self._name}"
             )
             return False
         say(f"instead, a job that starts when this one has ended: {submitted.stdout.strip()} (run {self._name})")

@@ -116,20 +116,18 @@ class Request:
 class LaunchPlan:
     """A run to start: its config and its world (ranks, nodes, device), checked together."""
 
+    request: Request
     config: Config
     config_path: Path
-    overrides: tuple[str, ...]
     world: World
     sizes: ParallelSizes
     batch: BatchPlan
     memory: str = ""
     """Predicted memory in a line; empty if the worker does not train."""
-    worker_flags: tuple[str, ...] = ()
-    explained_codes: tuple[int, ...] = ()
 
     @property
     def worker_arguments(self) -> list[str]:
-        return [str(self.config_path), *self.overrides, *self.worker_flags]
+        return [str(self.config_path), *self.request.overrides, *self.request.worker_flags]
 
 
 def launch(request: Request, variables: Mapping[str, str]) -> int:
@@ -202,15 +200,13 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> LaunchPlan:
     sizes = parallel_sizes(config, world.size)
     refuse_without_gpu(config, has_gpu=config.runtime.device != "cpu" and gpus.count > 0, note=gpus.note)
     return LaunchPlan(
+        request,
         config,
         path,
-        overrides,
         world,
         sizes,
         batch_plan(config, sizes.dp),
         _memory_line(config, sizes, world, devices) if request.trains else "",
-        request.worker_flags,
-        request.explained_codes,
     )
 
 
@@ -373,7 +369,7 @@ def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPla
             RankFailure(rank, one.exitcode, one.timestamp, where(one.local_rank if has_gpu else None, one.pid))
             for rank, one in failed.failures.items()
         ]
-        codes = (*AFTER.values(), *plan.explained_codes)
+        codes = (*AFTER.values(), *plan.request.explained_codes)
         agreed = [code for code in codes if any(failure.exit_code == code for failure in failures)]
         if agreed:
             _show_cursor()

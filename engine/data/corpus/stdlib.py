@@ -12,7 +12,6 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +63,13 @@ def _sources(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
-@dataclass(frozen=True, slots=True)
-class Entropies:
-    """Entropies to compare losses with: uniform, unigram and bigram, in nats per token."""
-
-    uniform: float
-    """ln(vocab_size): an untrained model's loss, where training begins."""
-    unigram: float
-    """Token-frequency entropy: the best loss without any context."""
-    bigram: float
-    """Entropy of a token given the previous one: the best loss with one token of context."""
-
-
 def entropies(
     tokens: Corpus | NDArray[np.integer[Any]], vocab_size: int, max_tokens: int = ENTROPY_TOKENS
-) -> Entropies:
+) -> dict[str, float]:
     """Compute a corpus's entropies from its token frequencies, in nats per token.
+
+    They are losses to compare with: `uniform`, ln(vocab_size), is an untrained model's loss, where training begins;
+    `unigram entropy` is the best loss without any context, and `bigram entropy` the best with one token of context.
 
     The entropies are H(X) and H(X_t | X_{t-1}) (Shannon 1948), exact for the counted text. For other text they are a little too
     low, more so with a larger vocabulary.
@@ -105,7 +95,11 @@ def entropies(
     # Counting in a table of all pairs is several times as fast as sorting, if the table is not much larger than the text.
     small = vocab_size**2 <= LARGEST_PAIR_TABLE
     both = _entropy(np.bincount(pairs) if small else np.unique(pairs, return_counts=True)[1])
-    return Entropies(uniform=math.log(vocab_size), unigram=_entropy(np.bincount(ids)), bigram=both - first)
+    return {
+        "uniform": math.log(vocab_size),
+        "unigram entropy": _entropy(np.bincount(ids)),
+        "bigram entropy": both - first,
+    }
 
 
 def _first_tokens(corpus: Corpus, max_tokens: int) -> NDArray[np.integer[Any]]:

@@ -228,7 +228,7 @@ class HangWatch:
         is_deputy = self._rank == next(rank for rank in answered if rank in neighbours)
         if is_deputy:
             for rank in silent:
-                last = self._beat_of(rank, beat.attempt)
+                last = self.heartbeat.of_rank(rank, beat.attempt)
                 where = "" if last is None else self.where(rank, last.pid)
                 write_status(self._path(rank, SILENT), RankStatus(rank, last, False, where=where))
         if self._rank == answered[0]:
@@ -237,7 +237,7 @@ class HangWatch:
         self._wait_for((self.folder / REPORT).exists, graces=2)
         if is_deputy:
             for rank in silent:
-                self._kill(self._beat_of(rank, beat.attempt))
+                self._kill(self.heartbeat.of_rank(rank, beat.attempt))
         self.heartbeat.close()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -295,10 +295,6 @@ class HangWatch:
 
     def _path(self, rank: int, kind: str) -> Path:
         return self.folder / f"rank_{rank:05d}.{kind}.json"
-
-    def _beat_of(self, rank: int, attempt: int) -> Beat | None:
-        """Read the last beat of a silent rank on this node, in this attempt. None if it left no heartbeat."""
-        return self.heartbeat.of_rank(rank, attempt)
 
     def _kill(self, beat: Beat | None) -> None:
         if beat is None:

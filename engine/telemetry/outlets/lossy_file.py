@@ -125,7 +125,23 @@ class LogPath:
         os.close(made)
 
 
-class LossyFile(io.RawIOBase):
+class OutputStream(io.RawIOBase):
+    """A binary stream for writing to a descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+
+class LossyFile(OutputStream):
     """A binary stream over a descriptor, whose writes never fail. The stream does not own the descriptor.
 
     Args:
@@ -152,11 +168,11 @@ class LossyFile(io.RawIOBase):
         stamps: Stamps | None = None,
         patience_seconds: float | None = None,
     ) -> None:
+        super().__init__(descriptor)
         self.name = name
         self.error: OSError | None = None
         self.num_lost = 0
         self._stamps = stamps
-        self._descriptor = descriptor
         self._most_bytes = most_bytes
         self._patience_seconds = patience_seconds
         self._is_paused = False
@@ -167,15 +183,6 @@ class LossyFile(io.RawIOBase):
         self._gap = Gap()
         self._cause = ""
         self._last = b""
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         """Write `data`. Keep or count the refused lines. Return the number of bytes in `data`."""

@@ -3,8 +3,8 @@
     rank 3    print, warnings                          ->  rank_00003.log
     rank 0    print, warnings                          ->  rank_00000.log and the terminal
               the progress bar                         ->  the terminal alone
-    all       C++, NCCL, child processes (file         ->  the rank's log
-              descriptors 1 and 2)
+    all       C++, NCCL, torch's loggers, child        ->  the rank's log
+              processes (file descriptors 1 and 2)
 
 In the log, each line of a print begins with its time. C++ output goes straight to the file, so that a crash loses nothing. Such
 lines have the library's own time stamp, or none.
@@ -42,6 +42,11 @@ class RankStreams:
     log: TextIO
     terminal: TextIO | None
     outputs: Sequence[LossyFile | Terminal] = ()
+
+    def write(self, line: bytes) -> None:
+        """Write a line to all outputs, also in the middle of another print, as a signal handler does."""
+        for output in self.outputs:
+            output.write(line)
 
 
 @contextmanager

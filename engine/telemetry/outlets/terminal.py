@@ -10,12 +10,11 @@ terminal.
 """
 
 import errno
-import io
 import os
 import threading
 from typing import Any
 
-from triaxis.engine.telemetry.outlets.lossy_file import Gap, LossyFile
+from triaxis.engine.telemetry.outlets.lossy_file import Gap, LossyFile, OutputStream
 
 MOST_BYTES = 1 << 20
 """Bytes that wait for a paused terminal; they hold some thousand lines."""
@@ -32,7 +31,7 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 PAUSED = "the terminal was paused; the log of the rank has them"
 
 
-class Terminal(io.RawIOBase):
+class Terminal(OutputStream):
     """A binary stream to a terminal, pipe or file. Writes neither fail nor block.
 
     Args:
@@ -42,7 +41,7 @@ class Terminal(io.RawIOBase):
     name = "terminal"
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = os.dup(descriptor)
+        super().__init__(os.dup(descriptor))
         self._file = LossyFile(self._descriptor, most_bytes=MOST_BYTES)
         # A signal handler may print in the middle of another print on the same thread.
         self._changed = threading.Condition(threading.RLock())
@@ -67,15 +66,6 @@ class Terminal(io.RawIOBase):
     def is_gone(self) -> bool:
         """Whether the terminal has failed for good."""
         return self.error is not None and self.error.errno not in NO_ROOM
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         """Queue `data`, or count its lines as lost if too many bytes wait. Return the number of bytes in `data`."""

@@ -1,6 +1,7 @@
 """A rank that runs out of memory says which it is, where it was, what holds how much, and what would hold less."""
 
 import errno
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.parity.test_step_properties import build_rank
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.errors import OutOfMemoryError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
-from triaxis.launch.rank.memory_snapshot import HISTORY_ENTRIES, MemorySnapshot, remember_allocations
+from triaxis.launch.rank.memory_snapshot import HISTORY_ENTRIES, remember_allocations, write_snapshot
 from triaxis.launch.rank.out_of_memory import explaining_memory
 
 pytestmark = pytest.mark.distributed
@@ -73,7 +74,7 @@ def out_of_memory_in_a_backward(rank: int, case: Case, error: str, folder: str |
     snapshot = None
     if folder is not None:
         path = Path(folder) / "memory" / "rank.pickle"
-        snapshot = MemorySnapshot(path, has_history=False, dump=lambda where: Path(where).write_text("blocks"))
+        snapshot = partial(write_snapshot, path, has_history=False, dump=lambda where: Path(where).write_text("blocks"))
     try:
         with explaining_memory(engine.config, engine.topology, snapshot, engine):
             engine.train_step(batches.next_step(), 1e-3)
@@ -106,7 +107,7 @@ def full_disk(path: str) -> None:
 
 
 def test_a_snapshot_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
-    said = MemorySnapshot(tmp_path / "rank.pickle", has_history=True, dump=full_disk).write()
+    said = write_snapshot(tmp_path / "rank.pickle", has_history=True, dump=full_disk)
     assert "could not be written" in said and "No space left" in said
 
 
@@ -114,7 +115,7 @@ def test_a_history_is_bounded(tmp_path: Path) -> None:
     asked: list[dict[str, object]] = []
     remember_allocations(lambda **given: asked.append(given))
     assert [given["max_entries"] for given in asked] == [HISTORY_ENTRIES]
-    said = MemorySnapshot(tmp_path / "rank.pickle", has_history=True, dump=lambda where: None).write()
+    said = write_snapshot(tmp_path / "rank.pickle", has_history=True, dump=lambda where: None)
     assert said.endswith("memory_viz).")
 
 
@@ -132,7 +133,7 @@ def out_of_a_card(rank: int, folder: str) -> tuple[str, list[int], bool]:
     try:
         torch.empty(1 << 50, device="cuda", dtype=torch.uint8)
     except torch.OutOfMemoryError:
-        said = MemorySnapshot(path, has_history=True).write()
+        said = write_snapshot(path, has_history=True)
     found = pickle.loads(path.read_bytes())
     blocks = [block for segment in found["segments"] for block in segment["blocks"] if "active" in block["state"]]
     frames = [frame["filename"] for block in blocks for frame in block.get("frames", ())]

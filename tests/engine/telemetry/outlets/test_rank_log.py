@@ -122,6 +122,29 @@ with rank_log(path, show=show):
         assert "going down" in log and "Segmentation fault" in log
 
 
+def test_a_signal_handler_writes_to_both_in_the_middle_of_a_print(tmp_path: Path) -> None:
+    body = """
+import signal, threading, time
+with rank_log(path, show=show) as streams:
+    signal.signal(signal.SIGUSR1, lambda *_: streams.write(b"from a handler\\n"))
+    main, is_over = threading.main_thread().ident, threading.Event()
+    def interrupt():
+        while not is_over.wait(0.002):
+            signal.pthread_kill(main, signal.SIGUSR1)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    for number in range(3000):
+        print("line", number)
+    is_over.set()
+    thread.join()
+"""
+    done, log = execute(tmp_path, True, body)
+    assert done.returncode == 0, done.stderr
+    for said in (log.splitlines(), done.stdout.splitlines()):
+        assert [line for line in said if line != "from a handler"] == [f"line {number}" for number in range(3000)]
+        assert "from a handler" in said
+
+
 def test_a_second_attempt_appends_and_a_child_that_stays_does_not_hold_the_rank(tmp_path: Path) -> None:
     body = """
 with rank_log(path, show=show):
