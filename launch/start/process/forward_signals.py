@@ -115,7 +115,9 @@ class ForwardedSignals:
             self._kill_after(AT_ONCE_SECONDS if again else LONGEST_SAVE_SECONDS)
 
     def _leave_without_ranks(self, number: signal.Signals) -> None:
-        if self._leave is not None and number in STOP_OF_SIGNAL and not ranks():
+        # Ranks that were told to stop may have ended by now, and torchrun sees their exit codes soon.
+        was_handed_on = self._killer is not None
+        if self._leave is not None and number in STOP_OF_SIGNAL and not was_handed_on and not ranks():
             self._leave(number)
 
     def _kill_after(self, seconds: float) -> None:

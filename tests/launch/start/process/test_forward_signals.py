@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,14 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import api
 
-from triaxis.launch.start.process.forward_signals import END_RANKS, LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
+from triaxis.launch.start.process.forward_signals import (
+    END_RANKS,
+    LEFT_TO_TORCHRUN,
+    ForwardedSignals,
+    NoRanksError,
+    ranks,
+)
+from triaxis.launch.start.process.seen_signals import STUCK_SECONDS
 
 handler: Any = vars(api)["_terminate_process_handler"]
 
@@ -79,3 +87,16 @@ def test_ranks_are_killed_though_the_terminal_is_gone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "-9\n")
+
+
+def test_a_launcher_whose_ranks_have_saved_and_ended_waits_for_torchruns_word() -> None:
+    """The ranks end within the second after which a signal counts as not seen."""
+    left: list[signal.Signals] = []
+    rank = subprocess.Popen(["sleep", "60"], env=os.environ | {"RANK": "0"})
+    with ForwardedSignals(left.append).listening(Namespace(signals_to_handle="")):
+        while not ranks():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert rank.wait(30) == -signal.SIGTERM
+        time.sleep(STUCK_SECONDS + 0.3)
+    assert left == []
