@@ -8,6 +8,7 @@
 Nothing is launched. What needs a card stays unknown: which configuration is the fastest, and any time.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -28,15 +29,16 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 from torch.utils import _triton
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from benchmarks.gpu_code.cards import Card, pretended
-from benchmarks.gpu_code.eager import is_work, moved_bytes, tensor_bytes
-from benchmarks.gpu_code.golden import GpuCode
-from benchmarks.gpu_code.step import FusedCall, TensorSpec
+from benchmarks.gpu_code.cards import CARDS, Card, pretended
+from benchmarks.gpu_code.cases import cases
+from benchmarks.gpu_code.step import FusedCall, TensorSpec, record_step
+from benchmarks.gpu_code.table import GpuCode
+from benchmarks.operators import is_view
 from triaxis.engine.kernels.fusion import compiled
 
 CUDA = torch.device("cuda", 0)
@@ -75,24 +77,24 @@ class _Kernel:
         self.launches += 1
         for parameter, value in zip(self.parameters, arguments, strict=False):
             if isinstance(value, torch.Tensor):
-                self.num_bytes += tensor_bytes(value) * (2 if parameter.startswith("in_out") else 1)
+                self.num_bytes += _num_bytes(value) * (2 if parameter.startswith("in_out") else 1)
 
 
 class _Operators(TorchDispatchMode):
-    """A counter of torch's own operators between kernels."""
+    """A counter of torch's own operators between kernels; each tensor that one is given or returns is moved once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.launches = 0
         self.num_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if is_work(func):
-            self.names.append(func.name())
-            self.num_bytes += moved_bytes(func, args, kwargs or {}, result)
+        if func.namespace == "aten" and not is_view(func):
+            self.launches += 1
+            self.num_bytes += _num_bytes((args, kwargs, result))
         return result
 
 
@@ -126,10 +128,13 @@ class Compiler:
             used = [list(self._assembled(kernel)) for kernel in kernels]
         each = [sizes for of_kernel in used for sizes in of_kernel]
         return GpuCode(
-            launches=sum(kernel.launches for kernel in kernels) + len(operators.names),
+            name=call.function.__name__,
+            key=call.key,
+            elements=call.elements,
+            argument_bytes=_num_bytes(code.arguments),
+            launches=sum(kernel.launches for kernel in kernels) + operators.launches,
             num_bytes=sum(kernel.num_bytes for kernel in kernels) + operators.num_bytes,
-            operators=tuple(operators.names),
-            kernels=len(kernels),
+            operators=operators.launches,
             configurations=len(each),
             spilling=sum(spills > 0 for _, spills in each),
             registers=max((registers for registers, _ in each), default=0),
@@ -182,6 +187,28 @@ class Compiler:
             (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
             spills = re.findall(r"(\d+) bytes spill", log.getvalue())
             yield int(registers), sum(map(int, spills))
+
+
+def functions_of(card: str) -> list[GpuCode]:
+    """Compile every function that the cases run on a card, of any length the longest; in a process of its own."""
+    calls: dict[str, FusedCall] = {}
+    for config in cases():
+        if CARDS[card].has_fp8 or config.precision.fp8 is None:
+            for call in record_step(config):
+                if call.key not in calls or call.elements > calls[call.key].elements:
+                    calls[call.key] = call
+    compiler = Compiler(CARDS[card])
+    return [compiler.compile(call) for call in calls.values()]
+
+
+def _num_bytes(values: Any) -> int:
+    """Count the bytes of all tensors in a tree, an expanded dim once."""
+    total = 0
+    for tensor in tree_iter(values):
+        if isinstance(tensor, torch.Tensor):
+            sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+            total += math.prod(sizes) * tensor.element_size()
+    return total
 
 
 def _moved(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:

@@ -1,48 +1,63 @@
-"""The committed numbers as a Markdown table, a row for each function."""
+"""GPU code of functions as a Markdown table, a row for each function."""
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from benchmarks.gpu_code.golden import Function, Golden, GpuCode
+from benchmarks.gpu_contenders.tables import markdown
 
 
-def table(golden: Golden) -> str:
+@dataclass(frozen=True, slots=True)
+class GpuCode:
+    """The code of one function for one card, at one set of shapes.
+
+    Attributes:
+        name: of the function.
+        key: as of `FusedCall.key`.
+        elements: of its largest argument; of any length, of the example that was compiled.
+        argument_bytes: of all its arguments.
+        launches: kernels that a call launches, `operators` included.
+        num_bytes: read and written by them: each tensor that a kernel is given, whole, once; a tensor that it changes, twice.
+        operators: torch's own, called between the kernels.
+        configurations: block sizes and warps of all kernels; inductor would measure those of a kernel and take the fastest.
+        spilling: number of configurations that store registers in memory; of those inductor refuses the worse ones.
+        registers: of a thread, the most of any configuration.
+        spills: bytes that each kernel's best configuration stores and loads, of all kernels together.
+    """
+
+    name: str
+    key: str
+    elements: int
+    argument_bytes: int
+    launches: int
+    num_bytes: int
+    operators: int
+    configurations: int
+    spilling: int
+    registers: int
+    spills: int
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Return the numbers of `COLUMNS`."""
+        counts = (self.launches, self.operators, self.registers, self.configurations, self.spilling)
+        return (f"{self.num_bytes / self.elements:.2f}", *map(str, counts))
+
+
+COLUMNS = ("bytes per element", "launches", "of them torch's", "registers", "configurations", "that spill")
+
+
+def table(by_card: Mapping[str, Sequence[GpuCode]]) -> str:
     """Return the table: numbers that differ by shape as a range, those of the cards apart where they differ."""
-    cards = list(next(iter(golden.functions.values())).code)
-    by_name: dict[str, list[Function]] = {}
-    for one in golden.functions.values():
-        by_name.setdefault(function_name(one.key), []).append(one)
-    columns = ("bytes per element", "launches", "of them torch's", "registers", "configurations", "that spill")
-    lines = [f"| function, {' / '.join(cards)} | shapes | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
-    for name, ones in by_name.items():
-        run_by = list(ones[0].code)
-        alone = "" if run_by == cards else f", {' / '.join(run_by)} alone"
-        lines.append(
-            f"| `{name}`{alone} | {len(ones)} | "
-            + " | ".join(
-                (
-                    _by_card([[f"{one.bytes_per_element(card):.2f}" for one in ones] for card in run_by]),
-                    _codes(ones, run_by, lambda code: str(code.launches)),
-                    _codes(ones, run_by, lambda code: str(len(code.operators))),
-                    _codes(ones, run_by, lambda code: str(code.registers)),
-                    _codes(ones, run_by, lambda code: str(code.configurations)),
-                    _codes(ones, run_by, lambda code: str(code.spilling)),
-                )
-            )
-            + " |"
-        )
-    return "\n".join(lines)
-
-
-def function_name(key: str) -> str:
-    """Return the function's name without its module, of `triaxis.engine.kernels.elementwise._rope(...)`: `_rope`."""
-    found = re.match(r"[\w.]*\.(\w+)\(", key)
-    assert found is not None, key
-    return found[1]
-
-
-def _codes(ones: Sequence[Function], cards: Sequence[str], text: Callable[[GpuCode], str]) -> str:
-    return _by_card([[text(one.code[card]) for one in ones] for card in cards])
+    lines = []
+    for name in dict.fromkeys(code.name for codes in by_card.values() for code in codes):
+        of_cards = {card: own for card, codes in by_card.items() if (own := [one for one in codes if one.name == name])}
+        alone = "" if len(of_cards) == len(by_card) else f", {' / '.join(of_cards)} alone"
+        cells = [
+            _by_card([code.cells[column] for code in codes] for codes in of_cards.values())
+            for column in range(len(COLUMNS))
+        ]
+        lines.append((f"`{name}`{alone}", str(max(map(len, of_cards.values()))), *cells))
+    return markdown((f"function, {' / '.join(by_card)}", "shapes", *COLUMNS), lines)
 
 
 def _by_card(texts: Iterable[Sequence[str]]) -> str:
@@ -51,3 +66,16 @@ def _by_card(texts: Iterable[Sequence[str]]) -> str:
         distinct = sorted(set(of_card), key=float)
         ranges.append(distinct[0] if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}")
     return " / ".join(ranges) if len(set(ranges)) > 1 else ranges[0]
+
+
+def mistakes(by_card: Mapping[str, Sequence[GpuCode]]) -> list[str]:
+    """List the functions that cannot do without spilled registers, and those whose counted bytes cannot be right."""
+    found = []
+    for card, codes in by_card.items():
+        found += [f"{card}: {code.key} spills {code.spills} bytes at best" for code in codes if code.spills]
+        found += [
+            f"{card}: {code.key} moves {code.num_bytes} bytes, and its arguments have {code.argument_bytes}"
+            for code in codes
+            if code.num_bytes < code.argument_bytes
+        ]
+    return found
