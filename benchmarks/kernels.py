@@ -10,7 +10,6 @@ versions, command and all numbers to `runs/benchmarks/kernels.jsonl`.
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_overhead import Interval, median_interval
+from benchmarks.pairs import Interval, in_turn, median_interval
 from benchmarks.records import append_record, machine
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
@@ -184,24 +183,10 @@ def in_buffers(
 
 def compare(name: str, calls: dict[str, Call], rounds: int, device: torch.device) -> Row:
     """Time the forms in turn; two rounds beforehand compile and warm up."""
-    taken: dict[str, list[float]] = {form: [] for form in calls}
-    for number in range(-2, rounds):
-        order = list(calls) if number % 2 else list(reversed(calls))
-        for form in order:
-            _synchronize(device)
-            started = time.perf_counter()
-            calls[form]()
-            _synchronize(device)
-            if number >= 0:
-                taken[form].append(time.perf_counter() - started)
+    taken = {form: [each.wall for each in times] for form, times in in_turn(calls, rounds, 2, device).items()}
     first, *others = calls
     ratios = {form: median_interval([a / b for a, b in zip(taken[first], taken[form], strict=True)]) for form in others}
     return Row(name, {form: median(times) for form, times in taken.items()}, ratios)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def show(rows: Sequence[Row], console: Console) -> None:

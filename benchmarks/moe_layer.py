@@ -13,7 +13,6 @@ Megatron-Core asks of a GPU for speed (Transformer Engine, grouped GEMMs, fused 
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +21,8 @@ from statistics import median
 import torch
 from rich.console import Console
 
-from benchmarks.engine_overhead import Interval, median_interval
 from benchmarks.megatron_peer import make_on_cpu
+from benchmarks.pairs import Interval, in_turn, median_interval
 from benchmarks.records import append_record
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.topology import Topology
@@ -246,23 +245,12 @@ def compare(config: Config, topology: Topology, dispatch: str, num_pairs: int) -
     if not apart <= LARGEST_DIFFERENCE:
         raise ValueError(f"{dispatch}: the layers differ by {apart:.1e} in float64: their times cannot be compared.")
     mine, weights = ours(config, topology)
-    sides = (mine, theirs(config, weights, dispatch))
-    x, grad = draw(config)
-    clocks = (time.perf_counter, time.process_time)
-    seconds: tuple[list[list[float]], list[list[float]]] = ([[], []], [[], []])
-    for pair in range(-3, num_pairs):
-        for side in (0, 1) if pair % 2 == 0 else (1, 0):
-            started = [clock() for clock in clocks]
-            sides[side].run(x, grad)
-            taken = [clock() - start for clock, start in zip(clocks, started, strict=True)]
-            if pair >= 0:
-                for times, one in zip(seconds[side], taken, strict=True):
-                    times.append(one)
-    speed, cpu = (
-        median_interval([theirs / ours for ours, theirs in zip(*both, strict=True)])
-        for both in zip(*seconds, strict=True)
-    )
-    return Result(dispatch, apart, num_pairs, speed, cpu, median(seconds[0][0]), median(seconds[1][0]))
+    other, (x, grad) = theirs(config, weights, dispatch), draw(config)
+    calls = {"ours": lambda: mine.run(x, grad), "theirs": lambda: other.run(x, grad)}
+    one, two = in_turn(calls, num_pairs, warm_up=3, device=topology.device).values()
+    speed = median_interval([b.wall / a.wall for a, b in zip(one, two, strict=True)])
+    cpu = median_interval([b.cpu / a.cpu for a, b in zip(one, two, strict=True)])
+    return Result(dispatch, apart, num_pairs, speed, cpu, median(a.wall for a in one), median(b.wall for b in two))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

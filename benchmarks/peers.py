@@ -4,24 +4,32 @@
     pair 1                our step, its step         ratio = its seconds / ours (tokens per second of ours / its)
     pair 2                its step, our step         ...
 
-A step's time is that of the slowest rank. Losses of the two are compared at every step: a difference beyond rounding stops the
-run. Memory is the peak of live tensor bytes of a rank over building a side and two steps, as torch's profiler sees it. Bytes
-sent are counted below both sides, in the c10d operators that they dispatch: what a ring sends per rank for each, the tensor
-itself for a message.
+    plain                 `plain_gpt.py`, a loop by hand: one rank, or with cp `plain_context_parallel.py`
+    tp                    ours too, on ranks of tp instead of cp, with sequence parallelism
+    torch, megatron-core, deepspeed     other programs; a Llama in fp32
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.peers --layout tp=2
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 -m benchmarks.peers --layout tp=2,pp=2 --pairs 15
+A step's time is that of the slowest rank. A machine that others use too slows both members of a pair; CPU seconds count only what
+the processes ran. Losses of the two are compared at every step: a difference beyond rounding stops the run. Memory is the peak of
+live tensor bytes of a rank over building a side and two steps, as torch's profiler sees it. Bytes sent are counted below both
+sides, in the c10d operators that they dispatch: what a ring sends per rank for each, the tensor itself for a message.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.peers --peer plain --model gpt --dtype bf16
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.peers --peer torch --layout tp=2
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.peers --peer plain --layout cp=2 --kv-heads 2 \\
+        --seq 2048 --microbatches 2 --micro-batch-size 1
 """
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,15 +41,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.deepspeed_peer import DeepSpeedPeer
-from benchmarks.engine_overhead import LEARNING_RATE, Interval, median_interval, traced_peak
 from benchmarks.megatron_peer import MegatronPeer
+from benchmarks.models import DTYPES, LEARNING_RATE, MODELS, add_sizes, batches_of, config_of
+from benchmarks.pairs import Interval, median_interval
+from benchmarks.plain_context_parallel import PlainContextParallel
+from benchmarks.plain_gpt import PlainLoop
 from benchmarks.records import append_record
 from benchmarks.torch_peer import TorchPeer
 from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.data.loader import Batches, MicroBatch
-from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.layout.shard_spec import localize
 from triaxis.engine.tensor_parallel.initial_weights import initial_box
 from triaxis.engine.train import build
@@ -52,8 +65,8 @@ from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 WARM_UP_STEPS = 2
-LOSS_TOLERANCE = 1e-4
-"""Largest relative difference of the losses at any step: fp32's rounding, grown over the steps of a run."""
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Largest relative difference of the losses at any step: rounding, grown over the steps of a run."""
 
 Step = Callable[[Sequence[MicroBatch]], float]
 
@@ -64,9 +77,12 @@ class Result:
 
     peer: str
     layout: str
+    model: str
+    dtype: str
     num_parameters: int
     num_pairs: int
     speed_ratio: Interval
+    cpu_ratio: Interval
     our_seconds: float
     peer_seconds: float
     our_peak_bytes: int
@@ -137,41 +153,11 @@ def group_size(name: str, args: Sequence[Any]) -> int:
     raise ValueError(f"{name}: no process group among its arguments")
 
 
-def config_of(options: argparse.Namespace, layout: Mapping[str, int], *, sequence_parallel: bool) -> Config:
-    """A Llama in fp32 in the layout."""
-    return Config.model_validate(
-        {
-            "model": {
-                "norm": "rmsnorm",
-                "activation": "swiglu",
-                "position": "rope",
-                "bias": "none",
-                "tie_embeddings": False,
-                "num_layers": options.layers,
-                "hidden_size": options.hidden,
-                "num_attention_heads": options.hidden // 64,
-                "ffn_hidden_size": round(8 * options.hidden / 3 / 64) * 64,
-                "seq_length": options.seq,
-                "vocab_size": options.vocab,
-            },
-            "data": {"synthetic": True},
-            "train": {
-                "steps": 10**6,
-                "global_batch_size": options.microbatches * options.micro_batch_size * layout.get("dp", 1),
-                "micro_batch_size": options.micro_batch_size,
-                "seed": 1,
-            },
-            "optimizer": {"lr": LEARNING_RATE},
-            "precision": {"dtype": "fp32"},
-            "parallel": {**layout, "sequence_parallel": sequence_parallel},
-        }
-    )
-
-
 def config_of_layout(options: argparse.Namespace) -> Config:
     """With tp > 1 there is sequence parallelism where the peer has it."""
     layout = layout_of(options.layout)
-    return config_of(options, layout, sequence_parallel=layout.get("tp", 1) > 1 and options.peer == "torch")
+    has_sequence_parallelism = layout.get("tp", 1) > 1 and options.peer == "torch"
+    return config_of(options, options.model, options.dtype, layout | {"sequence_parallel": has_sequence_parallelism})
 
 
 def whole_weights(config: Config) -> dict[str, torch.Tensor]:
@@ -199,6 +185,20 @@ def make_ours(config: Config, rank: Rank) -> Step:
     return step
 
 
+def make_by_tp(config: Config, rank: Rank) -> Step:
+    parallel = config.parallel.model_copy(update={"tp": config.parallel.cp, "cp": 1, "sequence_parallel": True})
+    config = with_value(config, "parallel", parallel)
+    grid = rank_grid(config, parallel_sizes(config))
+    topology = Topology(grid, rank.number, rank.topology.device, kv_heads=config.model.kv_heads)
+    return make_ours(config, replace(rank, topology=topology))
+
+
+def make_plain(config: Config, rank: Rank) -> Step:
+    kind = PlainContextParallel if config.parallel.cp > 1 else PlainLoop
+    loop = kind(config, whole_weights(config))
+    return lambda microbatches: loop.step(microbatches, LEARNING_RATE)[0]
+
+
 def make_torch(config: Config, rank: Rank) -> Step:
     peer = TorchPeer(config, rank.topology.sizes, whole_weights(config))
 
@@ -219,6 +219,8 @@ def make_deepspeed(config: Config, rank: Rank) -> Step:
 
 
 PEERS: Mapping[str, Callable[[Config, Rank], Step]] = {
+    "plain": make_plain,
+    "tp": make_by_tp,
     "torch": make_torch,
     "megatron-core": make_megatron,
     "deepspeed": make_deepspeed,
@@ -234,28 +236,20 @@ class Contest:
         self.makers = (make_ours, make_peer)
 
     def batches(self) -> Batches:
-        dataset = SyntheticDataset(1, self.config.model.vocab_size, self.config.model.seq_length)
-        coordinates, sizes = self.rank.topology.coordinates, self.rank.topology.sizes
-        return Batches(
-            dataset,
-            global_batch_size=self.config.train.global_batch_size,
-            micro_batch_size=self.config.train.micro_batch_size,
-            dp=sizes.dp,
-            dp_rank=coordinates.dp,
-            consumed_samples=0,
-            device="cpu",
-        )
+        topology = self.rank.topology
+        return batches_of(self.config, topology.sizes.dp, topology.coordinates.dp)
 
     def slowest(self, value: float) -> float:
         """The largest of all ranks' values."""
         return float(self.world.all_reduce(torch.tensor([value], dtype=torch.float64), "benchmark", op="max").wait())
 
-    def timed(self, step: Step, microbatches: Sequence[MicroBatch]) -> tuple[float, float]:
-        """(loss, seconds of the slowest rank), all ranks beginning together."""
+    def timed(self, step: Step, microbatches: Sequence[MicroBatch]) -> tuple[float, float, float]:
+        """(loss, seconds of the slowest rank, CPU seconds of the busiest), all ranks beginning together."""
         self.slowest(0.0)
-        started = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         loss = step(microbatches)
-        return loss, self.slowest(time.perf_counter() - started)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return loss, self.slowest(wall), self.slowest(cpu)
 
     def peak(self, make: Callable[[Config, Rank], Step]) -> float:
         """Most live bytes on the largest rank from building a side to its second step."""
@@ -271,7 +265,7 @@ class Contest:
         batches.close()
         return self.slowest(peak)
 
-    def run(self, peer: str, layout: str, num_pairs: int) -> Result:
+    def run(self, peer: str, layout: str, model: str, num_pairs: int) -> Result:
         """Time `num_pairs` pairs.
 
         Raises:
@@ -280,20 +274,22 @@ class Contest:
         peaks = [self.peak(make) for make in self.makers]
         sides = [make(self.config, self.rank) for make in self.makers]
         seconds: list[list[float]] = [[], []]
-        largest, batches = 0.0, self.batches()
+        cpu_seconds: list[list[float]] = [[], []]
+        largest, batches, dtype = 0.0, self.batches(), self.config.precision.dtype
         for pair in range(-WARM_UP_STEPS, num_pairs):
             microbatches = batches.next_step()
             losses = [0.0, 0.0]
             for side in (0, 1) if pair % 2 == 0 else (1, 0):
-                losses[side], taken = self.timed(sides[side], microbatches)
+                losses[side], wall, cpu = self.timed(sides[side], microbatches)
                 if pair >= 0:
-                    seconds[side].append(taken)
+                    seconds[side].append(wall)
+                    cpu_seconds[side].append(cpu)
             difference = abs(losses[0] - losses[1]) / abs(losses[1])
             largest = max(largest, difference)
-            if not difference <= LOSS_TOLERANCE:
+            if not difference <= LOSS_TOLERANCE[dtype]:
                 raise ValueError(
                     f"{peer}, {layout}: losses {losses[0]} (ours) and {losses[1]} differ by {difference:.1e}, more than "
-                    f"{LOSS_TOLERANCE}: the two do not train the same, so their times cannot be compared."
+                    f"{LOSS_TOLERANCE[dtype]}: the two do not train the same, so their times cannot be compared."
                 )
         sent = []
         for side in sides:
@@ -304,9 +300,12 @@ class Contest:
         return Result(
             peer=peer,
             layout=layout,
+            model=model,
+            dtype=dtype,
             num_parameters=sum(spec.numel for spec in model_specs(self.config.model)),
             num_pairs=num_pairs,
             speed_ratio=median_interval([theirs / ours for ours, theirs in zip(*seconds, strict=True)]),
+            cpu_ratio=median_interval([theirs / ours for ours, theirs in zip(*cpu_seconds, strict=True)]),
             our_seconds=statistics.median(seconds[0]),
             peer_seconds=statistics.median(seconds[1]),
             our_peak_bytes=int(peaks[0]),
@@ -317,22 +316,35 @@ class Contest:
         )
 
 
+def traced_peak(run: Callable[[], None]) -> int:
+    """Return the most live bytes that torch's CPU allocator had handed out at once during `run`, without those before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]"]
+    changes.sort(key=lambda event: event["ts"])
+    # The allocator's count goes on from one profile to the next: what it was before the first event is not ours.
+    before = changes[0]["args"]["Total Allocated"] - changes[0]["args"]["Bytes"]
+    return max(event["args"]["Total Allocated"] for event in changes) - before
+
+
 def show(result: Result, console: Console) -> None:
     mib = 2**20
     one, other = f"{result.our_seconds:.3f}", f"{result.peer_seconds:.3f}"
+    memory = f"{result.our_peak_bytes / mib:.0f} and {result.peer_peak_bytes / mib:.0f} MiB"
     console.print(
-        f"{result.peer}, {result.layout}, {result.num_parameters / 1e6:.1f}M parameters, {result.num_pairs} pairs\n"
+        f"{result.peer}, {result.layout}, {result.model} {result.dtype}, {result.num_parameters / 1e6:.1f}M parameters, "
+        f"{result.num_pairs} pairs\n"
         f"  tokens per second, ours / peer   {result.speed_ratio}   ({one} and {other} s a step)\n"
-        f"  peak of live tensors, largest rank   {result.our_peak_bytes / mib:.0f} and {result.peer_peak_bytes / mib:.0f} MiB\n"
+        f"  tokens per CPU second, ours / peer   {result.cpu_ratio}\n"
+        f"  peak of live tensors, largest rank   {result.our_peak_bytes / result.peer_peak_bytes:.3f}   ({memory})\n"
         f"  sent per step, largest rank   {result.our_sent_bytes / mib:.1f} and {result.peer_sent_bytes / mib:.1f} MiB\n"
         f"  losses differ by at most {result.largest_loss_difference:.1e}",
         soft_wrap=True,
     )
-
-
-def append(path: Path, module: str, num_ranks: int, argv: Sequence[str], result: Result) -> None:
-    """Append a line with machine, command and numbers."""
-    append_record(path, module, argv, {"result": asdict(result)}, launcher=f"torchrun --nproc-per-node {num_ranks}")
 
 
 def layout_of(text: str) -> dict[str, int]:
@@ -340,46 +352,43 @@ def layout_of(text: str) -> dict[str, int]:
     return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
 
 
-def add_sizes(
-    parser: argparse.ArgumentParser, module: str, *, seq: int, microbatches: int, micro_batch_size: int
-) -> None:
-    """Add the options of `config_of`, the number of pairs and the file of results."""
-    parser.add_argument("--hidden", type=int, default=512, help="hidden size, a multiple of 64")
-    parser.add_argument("--layers", type=int, default=4, help="transformer layers")
-    parser.add_argument("--seq", type=int, default=seq, help="tokens per sample")
-    parser.add_argument("--vocab", type=int, default=4096, help="vocabulary, a multiple of 128")
-    parser.add_argument(
-        "--microbatches", type=int, default=microbatches, help="microbatches per step and data-parallel rank"
-    )
-    parser.add_argument("--micro-batch-size", type=int, default=micro_batch_size, help="samples per microbatch")
-    parser.add_argument("--pairs", type=int, default=15, help="pairs of timed steps")
-    parser.add_argument("--json", type=Path, default=Path(f"runs/benchmarks/{module}.jsonl"), help="appended to")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Steps of ours compared with a peer's, same model, tokens and layout, in interleaved pairs.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--layout", required=True, help="tp=2,pp=2,vpp=2,dp=1,zero=1: as many ranks as torchrun starts")
+    parser.add_argument(
+        "--layout", default="dp=1", help="tp=2,pp=2,vpp=2,dp=1,zero=1: as many ranks as torchrun starts"
+    )
     parser.add_argument("--peer", choices=list(PEERS), default="torch", help="the program to compare with")
-    add_sizes(parser, "peers", seq=256, microbatches=4, micro_batch_size=2)
+    parser.add_argument("--model", choices=list(MODELS), default="llama", help="gpt: beside plain alone")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="bf16: beside plain alone")
+    add_sizes(parser)
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of timed steps")
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmarks/peers.jsonl"), help="appended to")
     options = parser.parse_args(argv)
+    layout = layout_of(options.layout)
     if options.peer == "deepspeed" and find_spec("deepspeed") is None:
         parser.error("DeepSpeed is not installed and no dependency of ours: pip install deepspeed, then run this again")
+    if options.peer == "plain" and any(layout.get(axis, 1) > 1 for axis in ("tp", "pp", "dp")):
+        parser.error(f"--layout {options.layout}: plain has no parallelism but cp: give cp=N, or another --peer")
+    if options.peer != "plain" and (options.model, options.dtype) != ("llama", "fp32"):
+        parser.error(f"--model {options.model} --dtype {options.dtype}: peers but plain train a Llama in fp32")
     return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it on every rank; rank 0 prints."""
+    """Run it on every rank; rank 0 prints, and appends a line with machine, command and numbers."""
     options = parse(argv)
     environment = RankEnvironment.from_variables(os.environ)
     config = config_of_layout(options)
     with join(config, environment) as rank:
-        result = Contest(config, rank, PEERS[options.peer]).run(options.peer, options.layout, options.pairs)
+        contest = Contest(config, rank, PEERS[options.peer])
+        result = contest.run(options.peer, options.layout, options.model, options.pairs)
         if rank.number == 0:
             show(result, Console())
-            append(options.json, "peers", environment.world_size, argv, result)
+            launcher = f"torchrun --nproc-per-node {environment.world_size}"
+            append_record(options.json, "peers", argv, {"result": asdict(result)}, launcher)
     return 0
 
 

@@ -38,7 +38,7 @@ from benchmarks.gpu_code.cards import CARDS, Card, pretended
 from benchmarks.gpu_code.cases import cases
 from benchmarks.gpu_code.step import FusedCall, TensorSpec, record_step
 from benchmarks.gpu_code.table import GpuCode
-from benchmarks.operators import is_view
+from benchmarks.host_calls import is_view
 from triaxis.engine.kernels.fusion import compiled
 
 CUDA = torch.device("cuda", 0)

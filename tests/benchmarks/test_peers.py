@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import peers
 from benchmarks.deepspeed_peer import DeepSpeedPeer
-from benchmarks.peers import SentBytes, config_of_layout, layout_of, parse
+from benchmarks.peers import SentBytes, config_of_layout, layout_of, parse, traced_peak
 from tests.harness import run_ranks
 from tests.launch.command_line import ROOT
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -22,22 +23,15 @@ pytestmark = pytest.mark.distributed
 SIZES = {"hidden": 128, "layers": 4, "seq": 16, "vocab": 128, "microbatches": 4, "micro-batch-size": 1, "pairs": 2}
 
 
-def run(num_ranks: int, layout: str, folder: Path, peer: str = "torch") -> dict[str, Any]:
+def run(num_ranks: int, layout: str, folder: Path, peer: str = "torch", *more: str) -> dict[str, Any]:
     """The benchmark's record of a toy run."""
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    words = [
-        "-m",
-        "benchmarks.peers",
-        "--peer",
-        peer,
-        "--layout",
-        layout,
-        *sizes,
-        "--json",
-        str(folder / "peers.jsonl"),
-    ]
+    words = ["-m", "benchmarks.peers", "--peer", peer, "--layout", layout, *sizes, *more]
     said = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), *words],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
+            *(*words, "--json", str(folder / "peers.jsonl")),
+        ],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -47,7 +41,69 @@ def run(num_ranks: int, layout: str, folder: Path, peer: str = "torch") -> dict[
     )
     assert said.returncode == 0, said.stderr
     result: dict[str, Any] = json.loads((folder / "peers.jsonl").read_text())["result"]
+    assert f"{result['model']} {result['dtype']}" in said.stdout
     return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plain_loop_trains_the_same_model(
+    model: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    words = ["--peer", "plain", "--model", model, "--dtype", dtype, *sizes, "--json", str(path)]
+    assert peers.main(words) == 0
+    record = json.loads(path.read_text())
+    assert record["command"].endswith(" ".join(words)) and record["machine"]["torch"] == torch.__version__
+    result = record["result"]
+    assert result["largest_loss_difference"] < (2e-6 if dtype == "fp32" else 2e-2)
+    assert result["speed_ratio"]["low"] <= result["speed_ratio"]["median"] <= result["speed_ratio"]["high"]
+    # Weights, main grads and two moments are alive on both sides, in fp32 at least.
+    assert min(result["our_peak_bytes"], result["peer_peak_bytes"]) > 16 * result["num_parameters"]
+    assert f"{result['our_peak_bytes'] / result['peer_peak_bytes']:.3f}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("peer", ["plain", "tp"])
+def test_sides_that_cut_samples_train_the_same_model(num_ranks: int, peer: str, tmp_path: Path) -> None:
+    more = ("--kv-heads", "2", "--seq", "32", "--hidden", str(64 * num_ranks))
+    result = run(num_ranks, f"cp={num_ranks}", tmp_path, peer, *more)
+    assert result["largest_loss_difference"] < 2e-6
+    assert min(result["our_peak_bytes"], result["peer_peak_bytes"]) > 0
+
+
+@pytest.mark.slow
+def test_sides_that_compute_different_things_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "make_ours", lambda config, rank: lambda microbatches: 5.0)
+    monkeypatch.setattr(peers.Contest, "peak", lambda self, make: 0.0)
+    words = ["--peer", "plain", "--layers", "1", "--seq", "16", "--vocab", "128", "--json", str(tmp_path / "none")]
+    with pytest.raises(ValueError, match="do not train the same"):
+        peers.main(words)
+
+
+@pytest.mark.slow
+def test_the_peak_is_that_of_one_side_alone() -> None:
+    # Tensor and double of it, whatever was measured before.
+    for num_bytes in (1 << 20, 4 << 20, 1 << 20):
+        peak = traced_peak(lambda num_bytes=num_bytes: (kept := torch.ones(num_bytes // 4)).mul(2).sub_(kept))
+        assert 2 * num_bytes <= peak < 2 * num_bytes + 4096
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--peer plain --layout tp=2", "no parallelism but cp"),
+        ("--peer torch --model gpt", "train a Llama in fp32"),
+        ("--peer torch --dtype bf16", "train a Llama in fp32"),
+    ],
+)
+def test_a_peer_is_not_asked_for_what_it_has_not(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(words.split())
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
