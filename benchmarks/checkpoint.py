@@ -1,16 +1,13 @@
-"""Saving and loading a checkpoint compared with `dd`, a plain memory copy, and torch.distributed.checkpoint.
+"""Saving and loading a checkpoint compared with `dd` and torch.distributed.checkpoint.
 
 Each round measures, in turns on the same disk, with as many files as ranks and as many bytes as the state has:
 
     write   dd conv=fsync          our save until it is committed                     dcp.save, files synced
     read    dd                     our load: read, hashes checked, put in place       dcp.load
-                                   our begin: the same, then parameters gathered
-                                   and the fingerprint of the state compared
-    stop    a memory copy          what training waits for when a save starts         what dcp.async_save blocks
 
 All ranks of a round work at once, and a round's time is that of its slowest rank. Before anything is read its pages are dropped
 from the cache (posix_fadvise), so that the disk is read and not the memory. Medians over the rounds, and the ratios of each
-round to its own `dd` and copy.
+round to its own `dd`. How long a save stops training is in a run's own log.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m benchmarks.checkpoint --gib 2
 """
@@ -34,7 +31,6 @@ from benchmarks.records import machine
 from triaxis.engine.checkpoint.directory import CheckpointDirectory
 from triaxis.engine.checkpoint.format.manifest import Kind, read_manifest
 from triaxis.engine.checkpoint.format.store import load
-from triaxis.engine.checkpoint.resume import resume_or_start
 from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
 from triaxis.engine.checkpoint.shards import saved_buckets, shards
 from triaxis.engine.comm.runtime import RankEnvironment
@@ -57,18 +53,16 @@ DD_BLOCK_BYTES = 32 * 2**20
 
 
 class Watch:
-    """Notices that remember how long a save stopped training and how long it took."""
+    """Notices that remember why a save failed."""
 
     def __init__(self) -> None:
-        self.stall_seconds = 0.0
-        self.seconds = 0.0
         self.problems: list[str] = []
 
     def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None:
-        self.stall_seconds = stall_seconds
+        pass
 
     def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None:
-        self.seconds = seconds
+        pass
 
     def on_save_failed(self, step: int, reason: str) -> None:
         self.problems.append(reason)
@@ -124,7 +118,6 @@ class Contest:
             for owned in saved_buckets(engine.optimizer)
             for kind in OPTIMIZERS["adamw"].state_kinds
         ]
-        self.copies = [torch.empty_like(flat).zero_() for flat in self.flats]
         self.targets = [
             shard
             for owned in saved_buckets(engine.optimizer)
@@ -133,44 +126,27 @@ class Contest:
         ]
         self.num_bytes = sum(flat.numel() * flat.element_size() for flat in self.flats)
 
-    def together(self, work: Callable[[], float | None]) -> float:
-        """Return the seconds of the slowest rank; `work` may return seconds of its own."""
+    def together(self, work: Callable[[], None]) -> float:
+        """Return the seconds of the slowest rank."""
         self.world.barrier(self.rank.topology.device, "benchmark")
         started = time.perf_counter()
-        own = work()
-        seconds = time.perf_counter() - started if own is None else own
-        mine = torch.tensor([seconds], dtype=torch.float64)
+        work()
+        mine = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
         return float(self.world.all_reduce(mine, "benchmark", op="max").wait())
 
     def round(self, step: int) -> dict[str, float]:
         """Return seconds by name. The first side changes from round to round: a disk may be faster after a rest."""
-        times = {"copy": self.together(self.copy)}
-        turns = [self.turn_of_dd, self.turn_of_ours, self.turn_of_dcp]
-        for turn in turns[step % 3 :] + turns[: step % 3]:
-            times |= turn(step)
+        times: dict[str, float] = {}
+        sides = [
+            ("dd", self.dd_write, self.dd_read),
+            ("our", lambda: self.save(step), self.load),
+            ("dcp", self.dcp_save, self.dcp_load),
+        ]
+        for side, write, read in sides[step % 3 :] + sides[: step % 3]:
+            times[f"{side} save"] = self.together(write)
+            drop(self.folder)
+            times[f"{side} load"] = self.together(read)
             self.clear()
-        return times
-
-    def turn_of_dd(self, step: int) -> dict[str, float]:
-        times = {"dd write": self.together(self.dd_write)}
-        drop(self.folder)
-        return times | {"dd read": self.together(self.dd_read)}
-
-    def turn_of_ours(self, step: int) -> dict[str, float]:
-        times = {"our save": self.together(lambda: self.save(step))}
-        times["our stop"] = self.together(lambda: self.watch.stall_seconds)
-        drop(self.folder)
-        times["our load"] = self.together(self.load)
-        drop(self.folder)
-        return times | {"our begin": self.together(self.begin)}
-
-    def turn_of_dcp(self, step: int) -> dict[str, float]:
-        times = {"dcp save": self.together(self.dcp_save)}
-        drop(self.folder)
-        times["dcp load"] = self.together(self.dcp_load)
-        self.clear()
-        if self.world.size > 1:
-            times["dcp stop"] = self.together(self.dcp_async_save)
         return times
 
     def clear(self) -> None:
@@ -181,10 +157,6 @@ class Contest:
             self.folder.mkdir()
             os.sync()
         self.world.barrier(self.rank.topology.device, "benchmark")
-
-    def copy(self) -> None:
-        for copy, flat in zip(self.copies, self.flats, strict=True):
-            copy.copy_(flat)
 
     @property
     def dd_file(self) -> Path:
@@ -208,9 +180,6 @@ class Contest:
         assert latest is not None
         load(latest, read_manifest(latest), self.targets)
 
-    def begin(self) -> None:
-        resume_or_start(self.engine, self.directory, has_saved=True, data={})
-
     def dcp_state(self) -> dict[str, torch.Tensor]:
         return {f"rank_{self.rank.number}.{number}": flat for number, flat in enumerate(self.flats)}
 
@@ -222,14 +191,6 @@ class Contest:
         dcp.load(
             self.dcp_state(), storage_reader=dcp.FileSystemReader(self.folder / "dcp"), no_dist=self.world.size == 1
         )
-
-    def dcp_async_save(self) -> float:
-        writer = dcp.FileSystemWriter(self.folder / "dcp", single_file_per_rank=True, sync_files=True)
-        started = time.perf_counter()
-        response = dcp.async_save(self.dcp_state(), storage_writer=writer)
-        seconds = time.perf_counter() - started
-        response.result()  # type: ignore[union-attr]
-        return seconds
 
 
 def drop(folder: Path) -> None:
@@ -248,24 +209,13 @@ def show(rounds: list[dict[str, float]], num_bytes: float, num_ranks: int, conso
     table = Table(
         title=f"{num_bytes / 2**30:.2f} GiB in {counted(num_ranks, 'file')}, medians of {counted(len(rounds), 'round')}"
     )
-    for name, justify in (("", "left"), ("seconds", "right"), ("GB/s", "right"), ("ratio", "right"), ("of", "left")):
+    for name, justify in (("", "left"), ("seconds", "right"), ("GB/s", "right"), ("of dd's speed", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    speeds = (("dd write", None), ("our save", "dd write"), ("dcp save", "dd write"))
-    reads = (("dd read", None), ("our load", "dd read"), ("our begin", "dd read"), ("dcp load", "dd read"))
-    stops = (("copy", None), ("our stop", "copy"), ("dcp stop", "copy"))
-    for group in (speeds, reads, stops):
-        for name, of in group:
-            if name not in rounds[0]:
-                continue
-            seconds = statistics.median(one[name] for one in rounds)
-            row = [name, f"{seconds:.3f}", f"{num_bytes / seconds / 1e9:.3f}"]
-            if of is None:
-                row += ["", ""]
-            elif group is stops:
-                row += [f"{statistics.median(one[name] / one[of] for one in rounds):.2f}", f"{of}'s time"]
-            else:
-                row += [f"{statistics.median(one[of] / one[name] for one in rounds):.2f}", f"{of}'s speed"]
-            table.add_row(*row)
+    for kind in ("save", "load"):
+        for side in ("dd", "our", "dcp"):
+            seconds = statistics.median(one[f"{side} {kind}"] for one in rounds)
+            ratio = statistics.median(one[f"dd {kind}"] / one[f"{side} {kind}"] for one in rounds)
+            table.add_row(f"{side} {kind}", f"{seconds:.3f}", f"{num_bytes / seconds / 1e9:.3f}", f"{ratio:.2f}")
         table.add_section()
     console.print(table)
 
