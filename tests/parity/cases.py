@@ -4,7 +4,7 @@ Gradients are read where the optimizer reads them, from the owned parts of the r
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,10 @@ GROUPS: list[dict[str, Any]] = [
     {"match": "*norm.weight", "lr_factor": 2.0, "weight_decay": 0.3},
 ]
 """The first match wins where there are several: norms of the first layers do not decay."""
+
+
+def _words(value: object) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)
@@ -120,46 +124,10 @@ class Case:
         return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        parts = [self.model, f"tp{self.tp}", f"pp{self.pp}", f"vpp{self.vpp}", f"dp{self.dp}"]
-        parts += [f"cp{self.cp}"] if self.cp > 1 else []
-        parts += [self.cp_method] if self.cp_method != "auto" else []
-        parts += [f"kv-{self.gathered_kv}"] if self.gathered_kv != "auto" else []
-        parts += [f"sums-{self.cp_gradients}"] if self.cp_gradients != "run" else []
-        parts += [f"zero{self.zero}"] if self.zero > 1 else []
-        parts += ["offload state"] if self.offload_state else []
-        parts += [f"replicas{self.dp_replicas}"] if self.dp_replicas > 1 else []
-        parts += [f"ep{self.ep}"] if self.ep > 1 else []
-        parts += [f"etp{self.etp}"] if self.etp > 1 else []
-        parts += [self.dispatch] if self.dispatch != "auto" else []
-        parts += [self.experts] if self.experts != "auto" else []
-        parts += ["sp"] if self.sequence_parallel else []
-        parts += [self.schedule] if self.schedule != "auto" else []
-        parts += ["-".join(map(str, self.recompute))] if self.recompute[0] != "none" else []
-        parts += ["-".join(self.modules)] if self.modules else []
-        parts += [f"offload{self.offload}"] if self.offload else []
-        parts += [f"b{self.global_batch_size}x{self.micro_batch_size}"]
-        parts += [f"layers{self.num_layers}"] if self.num_layers else []
-        parts += [("auto" if self.layers_per_stage == "auto" else "uneven")] if self.layers_per_stage else []
-        parts += [self.dtype] if self.dtype != "float64" else []
-        parts += [self.device] if self.device != "cpu" else []
-        parts += [self.attention] if self.attention else []
-        parts += [f"head{self.head_tokens}"] if self.head_tokens else []
-        parts += [self.gathered_inputs] if self.gathered_inputs != "auto" else []
-        parts += ["narrow"] if self.narrow else []
-        parts += ["bf16_gradients"] if self.bf16_gradients else []
-        parts += ["compiled"] if self.compiled else ["compiled-update"] if self.compiled_update else []
-        parts += [self.optimizer] if self.optimizer != "adamw" else []
-        parts += ["groups"] if self.groups else []
-        parts += [f"ema{self.ema}"] if self.ema is not None else []
-        parts += ["frozen", *self.frozen] if self.frozen else []
-        parts += [self.fp8] if self.fp8 else []
-        parts += ["apex"] if self.apex else []
-        parts += [self.linear] if self.linear != "torch" else []
-        parts += ["gather"] if self.fp8_gather else []
-        parts += ["documents"] if self.documents else []
-        parts += ["staged"] if self.staged else []
-        parts += [self.backend] if self.backend else []
-        return "-".join(parts)
+        """Name the model, and each field that is not as usual."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        unusual = [name for name, value in values.items() if value != getattr(type(self), name)]
+        return "-".join([self.model, *(f"{name}={_words(values[name])}" for name in unusual)])
 
     @property
     def _fp8(self) -> dict[str, Any]:
