@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.plain_gpt import rotation
+from benchmarks.plain_gpt import adamw, rotation
 from benchmarks.torch_peer import Block, Stage, load
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.tree import Config
@@ -72,17 +72,7 @@ class DeepSpeedPeer:
             partition_method="uniform",
             activation_checkpoint_interval=0,
         )
-        parameters = list(pipeline.parameters())
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": options.weight_decay},
-                {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-            ],
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=True,
-        )
+        optimizer = adamw(pipeline.parameters(), options)
         count = train.global_batch_size // train.micro_batch_size // sizes.dp
         self._engine: Any
         self._engine, *_ = deepspeed.initialize(

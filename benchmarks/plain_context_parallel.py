@@ -52,7 +52,7 @@ class PlainContextParallel(PlainLoop):
         fields = ("tokens", "labels", "position_ids")
         cut = [replace(one, **{name: getattr(one, name)[:, self.places] for name in fields}) for one in microbatches]
         loss = torch.tensor([self.forward_backward(cut)])
-        grads = [master.grad for master in self.masters if master.grad is not None]
+        grads = [master.grad for master in self.weights.masters if master.grad is not None]
         dist.all_reduce(flat := torch.cat([each.flatten() for each in (*grads, loss)]))
         *means, loss = flat.div_(dist.get_world_size()).split([each.numel() for each in (*grads, loss)])
         for grad, mean in zip(grads, means, strict=True):

@@ -7,7 +7,7 @@ the engine's layers, buffers or schedules. The arithmetic is the engine's: same 
 accumulated in the accumulation dtype over microbatches, clipping by the global norm, master weights for bf16.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.training import OptimizerConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype
 
@@ -122,31 +123,58 @@ def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch
     return (x * cosines + torch.cat((-second, first), dim=-1) * sines).to(x.dtype)
 
 
+def adamw(parameters: Iterable[torch.Tensor], options: OptimizerConfig) -> torch.optim.AdamW:
+    """Build torch's fused AdamW; what is no matrix does not decay."""
+    matrices, vectors = [], []
+    for parameter in parameters:
+        (matrices if parameter.dim() > 1 else vectors).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        fused=True,
+    )
+
+
+class Weights:
+    """Parameters, their masters in the accumulation dtype, and AdamW on these.
+
+    Where the parameters' dtype is its own accumulation dtype, a parameter is its own master and `.grad` the main grad.
+    """
+
+    def __init__(self, module: nn.Module, options: OptimizerConfig) -> None:
+        self.options = options
+        self.parameters: list[torch.Tensor] = list(module.parameters())
+        wide = accumulation_dtype(self.parameters[0].dtype)
+        self.has_masters = wide != self.parameters[0].dtype
+        self.masters = [p.detach().to(wide).requires_grad_() if self.has_masters else p for p in self.parameters]
+        if self.has_masters:
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.register_post_accumulate_grad_hook(adds_to(master))
+        self.optimizer = adamw(self.masters, options)
+
+    def update(self, lr: float) -> torch.Tensor:
+        """Clip, update and forget the gradients; return their norm before clipping, which is not waited for."""
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.options.clip_grad or torch.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.has_masters:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, self.masters)
+        return norm
+
+
 class PlainLoop:
     """One process, one step at a time; `step` returns (loss per token, gradient norm before clipping)."""
 
     def __init__(self, config: Config, weights: Mapping[str, torch.Tensor], attend: Attend = causal) -> None:
         self.config = config
-        dtype = DTYPES[config.precision.dtype]
-        self.model = PlainGPT(config.model, attend).to(dtype)
+        self.model = PlainGPT(config.model, attend).to(DTYPES[config.precision.dtype])
         load(self.model, weights)
-        self.parameters = list(self.model.parameters())
-        wide = accumulation_dtype(dtype)
-        # Where the run's dtype is its own accumulation dtype, a parameter is its own master and `.grad` the main grad.
-        self.has_masters = wide != dtype
-        self.masters = [p.detach().to(wide).requires_grad_() if self.has_masters else p for p in self.parameters]
-        if self.has_masters:
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                parameter.register_post_accumulate_grad_hook(adds_to(master))
-        options = config.optimizer
-        matrices = [p for p in self.masters if p.dim() > 1]
-        vectors = [p for p in self.masters if p.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=True,
-        )
+        self.weights = Weights(self.model, config.optimizer)
 
     def step(self, microbatches: Sequence[Any], lr: float) -> tuple[float, float]:
         """One optimizer step over microbatches (`triaxis.engine.data.loader.MicroBatch`) in which every token counts."""
@@ -156,7 +184,7 @@ class PlainLoop:
     def forward_backward(self, microbatches: Sequence[Any]) -> float:
         """Adds the gradients of all microbatches; returns the loss per token."""
         num_tokens = sum(microbatch.tokens.numel() for microbatch in microbatches)
-        loss_sum = torch.zeros((), dtype=self.masters[0].dtype)
+        loss_sum = torch.zeros((), dtype=self.weights.masters[0].dtype)
         for microbatch in microbatches:
             logits = self.model(microbatch.tokens, microbatch.position_ids).flatten(0, 1)
             loss = F.cross_entropy(logits.to(loss_sum.dtype), microbatch.labels.flatten(), reduction="sum")
@@ -166,16 +194,7 @@ class PlainLoop:
 
     def update(self, lr: float) -> float:
         """Clips, updates and forgets the gradients; returns their norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.config.optimizer.clip_grad or torch.inf)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.has_masters:
-            with torch.no_grad():
-                for parameter, master in zip(self.parameters, self.masters, strict=True):
-                    parameter.copy_(master)
-        return float(norm)
+        return float(self.weights.update(lr))
 
 
 def adds_to(master: torch.Tensor) -> Callable[[torch.Tensor], None]:

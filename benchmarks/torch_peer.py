@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.plain_gpt import rotate, rotation
+from benchmarks.plain_gpt import adamw, rotate, rotation
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -124,16 +124,7 @@ class TorchPeer:
             load(stage, weights)
             self.stages.append(self._parallel(stage))
         self.parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
-        options = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in self.parameters if p.dim() > 1], "weight_decay": options.weight_decay},
-                {"params": [p for p in self.parameters if p.dim() <= 1], "weight_decay": 0.0},
-            ],
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=True,
-        )
+        self.optimizer = adamw(self.parameters, config.optimizer)
         self.schedule: Any = None
         if sizes.pp > 1:
             wrapped = [

@@ -7,8 +7,8 @@
 The vocabulary is padded as ours is. Attention is torch's, cuDNN's kernel first on CUDA: the fastest on Hopper.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
-from benchmarks.plain_gpt import PlainGPT, adds_to
+from benchmarks.plain_gpt import PlainGPT, Weights
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.tree import Config
@@ -222,49 +222,19 @@ class TorchTrainer:
     """
 
     def __init__(self, module: nn.Module, loss_of: LossOf, config: Config, autocast: torch.dtype | None) -> None:
-        self.loss_of, self.config, self.autocast_dtype = loss_of, config, autocast
-        self.parameters: list[torch.Tensor] = list(module.parameters())
-        held = self.parameters[0].dtype
-        self.device_type = self.parameters[0].device.type
-        wide = accumulation_dtype(held)
-        self.has_masters = wide != held
-        self.masters = [p.detach().to(wide).requires_grad_() if self.has_masters else p for p in self.parameters]
-        if self.has_masters:
-            for parameter, master in zip(self.parameters, self.masters, strict=True):
-                parameter.register_post_accumulate_grad_hook(adds_to(master))
-        options = config.optimizer
-        matrices = [p for p in self.masters if p.dim() > 1]
-        vectors = [p for p in self.masters if p.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=True,
-        )
-
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
-        context: AbstractContextManager[object] = nullcontext()
-        if self.autocast_dtype is not None:
-            context = torch.autocast(self.device_type, self.autocast_dtype)
-        with context:
-            yield
+        self.loss_of, self.autocast_dtype = loss_of, autocast
+        self.weights = Weights(module, config.optimizer)
+        self.device_type = self.weights.parameters[0].device.type
 
     def step(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
         """One optimizer step; every token counts."""
         total: torch.Tensor | None = None
         for microbatch in microbatches:
-            with self._precision():
+            with torch.autocast(self.device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None):
                 loss = self.loss_of(microbatch.tokens, microbatch.labels, microbatch.position_ids)
             loss = loss / len(microbatches)
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.masters, self.config.optimizer.clip_grad or torch.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.has_masters:
-            with torch.no_grad():
-                torch._foreach_copy_(self.parameters, self.masters)
+        self.weights.update(self.weights.options.lr)
         assert total is not None, "a step has a microbatch"
         return total

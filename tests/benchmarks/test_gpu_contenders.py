@@ -96,7 +96,7 @@ def test_a_trainer_with_masters_takes_the_step_of_one_without(tmp_path: Path) ->
         none = torch.zeros(1, 4, dtype=torch.int64)
         batch = MicroBatch(none, none, none, none, sample_ids=[0], num_tokens=4)
         assert float(trainer.step([batch, batch])) == 15.0
-        weights.append(trainer.masters[0].detach())
+        weights.append(trainer.weights.masters[0].detach())
     assert torch.allclose(weights[0], weights[1], rtol=0, atol=1e-7)
     assert float((weights[0] - torch.arange(16.0).view(4, 4)).abs().min()) > 0
 
