@@ -23,6 +23,54 @@ from triaxis.models.interop.megatron.weights import parameters
 _LAYERS = "decoder.layers."
 
 
+class MegatronSteps:
+    """Steps of Megatron-Core: its schedule over microbatches, its optimizer, its learning rate's schedule.
+
+    Args:
+        config: of the run.
+        wrapped: the model in its data-parallel wrapper.
+        optimizer: of it.
+        mask: of attention, True where nothing is seen; None: attention is causal by itself.
+    """
+
+    def __init__(self, config: Config, wrapped: Any, optimizer: Any, mask: torch.Tensor | None) -> None:
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.optimizer = optimizer
+        self._config, self._wrapped, self._mask = config, wrapped, mask
+        self._scheduler = constant_schedule(optimizer, config.optimizer)
+        wrapped.module.config.finalize_model_grads_func = finalize_model_grads
+        self._forward_backward = get_forward_backward_func()
+
+    def step(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        """Run one optimizer step; return the mean loss of each microbatch on the last stage, nothing on the others."""
+        self._wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._forward_backward(
+            forward_step_func=self._forward,
+            data_iterator=iter(microbatches),
+            model=[self._wrapped],
+            num_microbatches=len(microbatches),
+            seq_length=self._config.model.seq_length,
+            micro_batch_size=self._config.train.micro_batch_size,
+            forward_only=False,
+        )
+        self.optimizer.step()
+        self._scheduler.step(increment=1)
+        return [loss["loss"] for loss in losses]
+
+    def _forward(self, microbatches: Iterator[MicroBatch], gpt: Any) -> tuple[torch.Tensor, Any]:
+        microbatch = next(microbatches)
+        output = gpt(microbatch.tokens, microbatch.position_ids, self._mask, labels=microbatch.labels)
+        return output, _mean_loss
+
+
+def causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    """Build the mask of local attention, bool [1, 1, s, s]."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
+
+
 class MegatronPeer:
     """One rank's training in the given layout, from the given weights; every rank of the world makes one.
 
@@ -43,19 +91,14 @@ class MegatronPeer:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         with on_cpu(sizes.tp, sizes.pp):
-            from megatron.core.distributed import finalize_model_grads
-            from megatron.core.pipeline_parallel import get_forward_backward_func
-
             dtype = DTYPES[config.precision.dtype]
             gpt = gpt_model(model, dtype, rows=model.vocab_size)
             first_layer = parallel_state.get_pipeline_model_parallel_rank() * (model.num_layers // sizes.pp)
             self._load(gpt, weights, first_layer, parallel_state.get_tensor_model_parallel_rank())
-            self._wrapped, self._optimizer = distributed_optimizer(gpt, config.optimizer)
-            self._scheduler = constant_schedule(self._optimizer, config.optimizer)
-            gpt.config.finalize_model_grads_func = finalize_model_grads
-            self._forward_backward = get_forward_backward_func()
+            wrapped, optimizer = distributed_optimizer(gpt, config.optimizer)
+            mask = causal_mask(model.seq_length, torch.device("cpu"))
+            self._steps = MegatronSteps(config, wrapped, optimizer, mask)
         make_on_cpu()
-        self._mask = torch.ones(model.seq_length, model.seq_length, dtype=torch.bool).triu(1)[None, None]
 
     def _load(self, gpt: Any, weights: Mapping[str, torch.Tensor], first_layer: int, tp_rank: int) -> None:
         """Load this rank's part of each weight. Their stages number their own layers from zero."""
@@ -78,27 +121,10 @@ class MegatronPeer:
 
     def step(self, microbatches: Sequence[MicroBatch]) -> float:
         """Run one optimizer step on this data-parallel rank's microbatches; return the loss per token."""
-        self._wrapped.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        losses = self._forward_backward(
-            forward_step_func=self._forward,
-            data_iterator=iter(microbatches),
-            model=[self._wrapped],
-            num_microbatches=len(microbatches),
-            seq_length=self.config.model.seq_length,
-            micro_batch_size=self.config.train.micro_batch_size,
-            forward_only=False,
-        )
-        self._optimizer.step()
-        self._scheduler.step(increment=1)
-        total = torch.stack([loss["loss"] for loss in losses]).mean() if losses else torch.zeros(())
+        losses = self._steps.step(microbatches)
+        total = torch.stack(losses).mean() if losses else torch.zeros(())
         dist.all_reduce(total)
         return float(total) / (self.sizes.tp * self.sizes.dp)
-
-    def _forward(self, microbatches: Iterator[MicroBatch], gpt: Any) -> tuple[torch.Tensor, Any]:
-        microbatch = next(microbatches)
-        output = gpt(microbatch.tokens, microbatch.position_ids, self._mask, labels=microbatch.labels)
-        return output, partial(_mean_loss)
 
 
 class _Torch:

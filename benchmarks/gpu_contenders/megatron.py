@@ -7,9 +7,8 @@ Its fusions by torch.compile are on, as in its own scripts. On a CPU it runs thr
 `launch/verify/oracles/megatron_cpu.py`, with them off.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ import torch.nn.functional as F
 from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
-from benchmarks.megatron_peer import make_on_cpu
+from benchmarks.megatron_peer import MegatronSteps, causal_mask, make_on_cpu
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.numerics.precision import DTYPES
-from triaxis.launch.verify.oracles.megatron_core import constant_schedule
 from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
 
 
@@ -66,54 +64,27 @@ class MegatronTrainer:
     def __init__(
         self, config: Config, device: torch.device, *, transformer_engine: bool, selective: bool, fp8: bool
     ) -> None:
-        self.config, self.device = config, device
         with _groups(device):
-            from megatron.core.distributed import finalize_model_grads
-            from megatron.core.pipeline_parallel import get_forward_backward_func
-
             theirs = transformer_config(
                 config, device, transformer_engine=transformer_engine, selective=selective, fp8=fp8
             )
             gpt = _gpt_model(theirs, config, device, transformer_engine=transformer_engine)
             self.fp8_recipe = theirs.fp8_recipe
             self.num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
-            self._wrapped, self._optimizer = _with_optimizer(gpt, config)
-            self._scheduler = constant_schedule(self._optimizer, config.optimizer)
-            gpt.config.finalize_model_grads_func = finalize_model_grads
-            self._forward_backward = get_forward_backward_func()
+            # Transformer Engine's attention is causal by itself; the local one hides what the mask says.
+            mask = None if transformer_engine else causal_mask(config.model.seq_length, device)
+            self._steps = MegatronSteps(config, *_with_optimizer(gpt, config), mask)
         if device.type == "cpu":
             make_on_cpu()
-        length = config.model.seq_length
-        # Transformer Engine's attention is causal by itself; the local one hides what the mask says.
-        mask = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
-        self._mask = None if transformer_engine else mask
 
     @property
     def optimizer_name(self) -> str:
-        inner = self._optimizer.chained_optimizers[0].optimizer
+        inner = self._steps.optimizer.chained_optimizers[0].optimizer
         return f"{type(inner).__module__}.{type(inner).__name__}"
 
     def step(self, microbatches: Sequence[MicroBatch]) -> torch.Tensor:
         """Run one optimizer step; every token counts."""
-        self._wrapped.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        losses = self._forward_backward(
-            forward_step_func=self._forward,
-            data_iterator=iter(microbatches),
-            model=[self._wrapped],
-            num_microbatches=len(microbatches),
-            seq_length=self.config.model.seq_length,
-            micro_batch_size=self.config.train.micro_batch_size,
-            forward_only=False,
-        )
-        self._optimizer.step()
-        self._scheduler.step(increment=1)
-        return torch.stack([loss["loss"] for loss in losses]).mean()
-
-    def _forward(self, microbatches: Iterator[MicroBatch], gpt: Any) -> tuple[torch.Tensor, Any]:
-        microbatch = next(microbatches)
-        output = gpt(microbatch.tokens, microbatch.position_ids, self._mask, labels=microbatch.labels)
-        return output, partial(_mean_loss)
+        return torch.stack(self._steps.step(microbatches)).mean()
 
 
 def _groups(device: torch.device) -> AbstractContextManager[None]:
@@ -215,8 +186,3 @@ def _with_optimizer(gpt: Any, config: Config) -> tuple[Any, Any]:
         use_distributed_optimizer=True,
     )
     return wrapped, get_megatron_optimizer(adam, [wrapped], use_gloo_process_groups=False)
-
-
-def _mean_loss(token_losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = token_losses.mean()
-    return loss, {"loss": loss.detach().clone()}  # its schedule divides the loss in place
