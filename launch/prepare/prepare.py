@@ -167,7 +167,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
     """
     if not 1 <= num_workers <= MOST_WORKERS:
         raise DataError(
-            f"--workers {shown(num_workers)}: at least 1 process must encode, and at most {MOST_WORKERS:,} may. Each has its own "
+            f"--workers {shown(num_workers)}: at most {MOST_WORKERS:,} processes, and at least 1, may encode. Each has its own "
             "tokenizer, and more workers than cores gain nothing."
         )
     identity = _identity(request)
