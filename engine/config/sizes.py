@@ -131,6 +131,14 @@ GPT_SHAPES = (
 )
 """What holds for a GPT in any software that cuts one in this way."""
 
+# A cp rank has one part from the sequence's front and one from its back; a block holds neighbouring tokens.
+TOKENS_IN_FP8 = _fp8(
+    "model.seq_length",
+    lambda c: c.train.micro_batch_size * c.model.seq_length,
+    "tokens of a microbatch in each part of the sequence that a rank has",
+    lambda c: 2 * c.parallel.cp if c.parallel.cp > 1 else 1,
+)
+
 DIVISIONS = (
     *GPT_SHAPES,
     Division(
@@ -234,13 +242,7 @@ DIVISIONS = (
         _tp,
         counts=True,
     ),
-    # A cp rank has one part from the sequence's front and one from its back; a block holds neighbouring tokens.
-    _fp8(
-        "model.seq_length",
-        lambda c: c.train.micro_batch_size * c.model.seq_length,
-        "tokens of a microbatch in each part of the sequence that a rank has",
-        lambda c: 2 * c.parallel.cp if c.parallel.cp > 1 else 1,
-    ),
+    TOKENS_IN_FP8,
 )
 """What must be a multiple of what."""
 

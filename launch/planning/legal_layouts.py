@@ -2,11 +2,14 @@
 
 Sizes come first, and what breaks a rule about sizes alone is left out at once:
 
-    tp x cp x pp x dp x ep x etp, sequence parallelism  ->  micro batch  ->  chunks, schedule, layers per stage  ->  rules
+    tp x cp x pp x dp x ep x etp, sequence parallelism  ->  rules  ->  micro batch x (chunks, schedule, layers per stage)
+
+No rule reads both a micro batch and stages, so each is checked alone.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -14,12 +17,16 @@ from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.layout import (
     IS_INTERLEAVED,
     RUNS_IN_A_V,
-    ParallelConfig,
+    layers_fill_stages,
+    schedule_file_fits,
+    schedule_matches_chunks,
     schedule_problems,
 )
+from triaxis.engine.config.needs import NEEDS
 from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
-from triaxis.engine.config.section import Subject, divisors
-from triaxis.engine.config.sizes import SEQUENCE_OVER_RANKS
+from triaxis.engine.config.section import Rule, Subject, divisors
+from triaxis.engine.config.sizes import LIMITS, TOKENS_IN_FP8
+from triaxis.engine.config.training import batch_is_whole_microbatches, microbatches_can_be_listed
 from triaxis.engine.config.tree import RULES, Config, broken_keys
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.cut import Memo
@@ -41,59 +48,112 @@ CUTS: tuple[Cut, Cut] = (None, "auto")
 Stages = tuple[int, str, Cut]
 """Chunks per rank, schedule, layers per stage."""
 
+RULES_OF_MICRO_BATCHES = (
+    *(batch_is_whole_microbatches, microbatches_can_be_listed, schedule_file_fits, TOKENS_IN_FP8),
+)
+RULES_OF_STAGES = (
+    *(layers_fill_stages, schedule_matches_chunks, schedule_file_fits),
+    *(row for row in (*NEEDS, *LIMITS) if row.key in ("schedule.name", "offload.num_layers")),
+)
+RULES_OF_SIZES = tuple(rule for rule in RULES if rule not in (*RULES_OF_MICRO_BATCHES, *RULES_OF_STAGES))
+"""Of the searched fields, a rule reads the sizes of axes, and besides them the micro batch or the stages at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The legal layouts with the same sizes of axes: each micro batch with each way to run the pipeline.
+
+    Attributes:
+        config: the run with these sizes, without recomputation.
+        micro_batches: samples per forward, smallest first.
+        stages: ways to run the pipeline.
+    """
+
+    config: Config
+    micro_batches: Sequence[int]
+    stages: Sequence[Stages]
+
+    def __len__(self) -> int:
+        return len(self.micro_batches) * len(self.stages)
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """The axes' sizes."""
+        return parallel_sizes(self.config)
+
+    @property
+    def deepest(self) -> list[Stages]:
+        """The stages with most chunks of each schedule: no others of the same schedule wait less in its bubble."""
+        by_chunks = sorted(self.stages, key=lambda each: each[0])
+        return list({name: (vpp, name, cut) for vpp, name, cut in by_chunks}.values())
+
+    def layout(self, micro: int, stages: Stages) -> tuple[Config, ParallelSizes]:
+        """Build the run in one of these layouts."""
+        vpp, name, cut = stages
+        whole = self.config
+        trial = whole.model_copy(
+            update={
+                "parallel": whole.parallel.model_copy(update={"vpp": vpp, "layers_per_stage": cut}),
+                "schedule": whole.schedule.model_copy(update={"name": name}),
+                "train": whole.train.model_copy(update={"micro_batch_size": micro}),
+            }
+        )
+        return trial, parallel_sizes(trial)
+
 
 def legal_layouts(config: Config, cluster: Cluster, illegal: Counter[str]) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the run in every legal layout on all of a cluster's devices, without recomputation.
+    """Yield the run in every legal layout on all of a cluster's devices; the arguments are those of `blocks`."""
+    for block in blocks(config, cluster, illegal):
+        yield from (block.layout(micro, stages) for micro, stages in product(block.micro_batches, block.stages))
+
+
+def blocks(config: Config, cluster: Cluster, illegal: Counter[str]) -> Iterator[Block]:
+    """Yield the legal layouts of a run on all of a cluster's devices, without recomputation, by their axes' sizes.
 
     Illegal layouts are counted in `illegal`, by the field whose rule they break.
     """
-    n, per_node = cluster.num_gpus, cluster.gpus_per_node
-    train, memo = config.train, Memo()
+    n, per_node, memo = cluster.num_gpus, cluster.gpus_per_node, Memo()
+    runtime = config.runtime.model_copy(update={"ranks_per_node": per_node})
+    config = config.model_copy(update={"recompute": RecomputeConfig(), "runtime": runtime})
     of_pp = {pp: list(_stages(config, pp, memo)) for pp in divisors(n, 1) if pp <= config.model.num_layers}
     for tp, cp, pp in product(divisors(per_node, 1), divisors(n, 1), of_pp):
-        if n % (tp * cp * pp):
+        dp, rest = divmod(n, tp * cp * pp)
+        if rest:
             continue
-        dp = n // (tp * cp * pp)
-        if train.global_batch_size % dp:
+        if config.train.global_batch_size % dp:
             illegal["train.global_batch_size"] += 1
             continue
-        of_pipeline = list(product(_micro_batches(config, dp, cp), of_pp[pp]))
+        micros = _micro_batches(config, dp, cp)
         for is_cut, (ep, etp) in product((True, False) if tp > 1 else (False,), _expert_cuts(config, tp, cp * dp)):
-            whole = config.parallel.model_copy(
-                update={"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sequence_parallel": is_cut, "ep": ep, "etp": etp}
-            )
-            # Rules about these sizes alone, which most sizes of cp break.
-            coarse = Subject(config.model_copy(update={"parallel": whole}), n, per_node)
-            if any(problem for rule in SEQUENCE_OVER_RANKS for problem in rule(coarse)):
-                illegal["model.seq_length"] += len(of_pipeline)
-                continue
-            yield from _of_pipeline(config, cluster, whole, of_pipeline, illegal)
+            axes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sequence_parallel": is_cut, "ep": ep, "etp": etp}
+            whole = config.model_copy(update={"parallel": config.parallel.model_copy(update=axes)})
+            block = _legal_part(Block(whole, micros, of_pp[pp]), cluster, illegal)
+            if len(block):
+                yield block
 
 
-def _of_pipeline(
-    config: Config,
-    cluster: Cluster,
-    whole: ParallelConfig,
-    of_pipeline: Sequence[tuple[int, Stages]],
-    illegal: Counter[str],
-) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the legal combinations of micro batch and stages for the axes' sizes in `whole`; count the illegal ones."""
-    n, per_node, nothing = cluster.num_gpus, cluster.gpus_per_node, RecomputeConfig()
-    runtime = config.runtime.model_copy(update={"ranks_per_node": per_node})
-    for micro, (vpp, name, cut) in of_pipeline:
-        trial = config.model_copy(
-            update={
-                "parallel": whole.model_copy(update={"vpp": vpp, "layers_per_stage": cut}),
-                "schedule": config.schedule.model_copy(update={"name": name}),
-                "train": config.train.model_copy(update={"micro_batch_size": micro}),
-                "recompute": nothing,
-                "runtime": runtime,
-            }
-        )
-        if broken := broken_keys(Subject(trial, n, per_node), RULES):
-            illegal[min(key for _, key in broken)] += 1
-        else:
-            yield trial, parallel_sizes(trial)
+def _legal_part(block: Block, cluster: Cluster, illegal: Counter[str]) -> Block:
+    """Return the block without its illegal layouts, which are counted in `illegal`."""
+
+    def broken(trial: Config, rules: Sequence[Rule]) -> str | None:
+        found = broken_keys(Subject(trial, cluster.num_gpus, cluster.gpus_per_node), rules)
+        return min((key for _, key in found), default=None)
+
+    micros, stages = block.micro_batches, block.stages
+    first = block.layout(micros[0], stages[0])[0]
+    if key := broken(first, RULES_OF_SIZES):
+        illegal[key] += len(block)
+        return replace(block, stages=())
+    of_micro = {each: broken(block.layout(each, stages[0])[0], RULES_OF_MICRO_BATCHES) for each in micros}
+    of_stages = {each: broken(block.layout(micros[0], each)[0], RULES_OF_STAGES) for each in stages}
+    for one, other in product(of_micro.values(), of_stages.values()):
+        if key := one or other:
+            illegal[key] += 1
+    return replace(
+        block,
+        micro_batches=[each for each, key in of_micro.items() if key is None],
+        stages=[each for each, key in of_stages.items() if key is None],
+    )
 
 
 def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:

@@ -4,31 +4,37 @@
     fastest first: what must it recompute or cut to fit?    ->  memory (models/predict/rank_memory.py), tens of milliseconds
     the fastest that fit                                    ->  their schedules are simulated and sorted by the simulated time
 
-Memory is predicted for few layouts. Layouts are in a heap, ordered by predicted time. A layout's time includes the cheapest
-recomputation that is not ruled out yet. The fastest layout is popped, and its memory is predicted. If the layout does not fit, it
-goes back into the heap twice: with the next recomputation, and with the next ZeRO stage. Both take more time, so popped layouts
-that fit come in the same order as if every layout's memory had been predicted. A layout is found once, with the recomputation and
-ZeRO stage that are fastest of those that fit.
+Few layouts are timed, and memory is predicted for fewer. A heap has groups of layouts by a bound on their least time, and layouts
+by their time with the cheapest recomputation that is not ruled out yet:
+
+    sizes of axes, micro batch    what an ideal device takes, with the recomputation without which no layout fits (needs.py)
+                               -> what this device takes, with the least possible bubble  ->  its layouts
+
+The fastest is popped. A layout that does not fit goes back into the heap twice: with the next recomputation, and with the next ZeRO
+stage. Both take more time, so layouts that fit come in the same order as if every layout had been predicted. A layout is
+found once, with the recomputation and ZeRO stage that are fastest of those that fit.
 """
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import count
-from math import floor
+from math import floor, inf
 
 from triaxis.engine.config.activations import RecomputeConfig
-from triaxis.engine.config.extension import NO_COSTS, Measure, as_ours
+from triaxis.engine.config.extension import Measure, as_ours
 from triaxis.engine.config.extension_section import with_costs
-from triaxis.engine.config.section import Subject
+from triaxis.engine.config.section import Subject, with_value
 from triaxis.engine.config.tree import RULES, Config, broken_keys
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import model_flops_per_token
-from triaxis.launch.planning.legal_layouts import legal_layouts
+from triaxis.launch.planning.legal_layouts import Block, blocks, legal_layouts
+from triaxis.launch.planning.needs import LEAST_AGAIN, share_recomputed
 from triaxis.launch.tuning.choose_layout import MARGIN
 from triaxis.models.predict.cut import Memo
 from triaxis.models.predict.rank_memory import GB, Prediction, predict
@@ -37,6 +43,21 @@ from triaxis.models.predict.step_time.cluster import Cluster
 from triaxis.models.predict.step_time.estimate import Estimator, StepTime
 from triaxis.models.predict.step_time.implementation import OURS, Implementation
 from triaxis.models.specs import num_parameters
+
+Number = tuple[int, ...]
+"""A layout's place in the order of all, to sort equal times: of its sizes, its micro batch and its stages."""
+
+Choices = Sequence[RecomputeConfig]
+"""Recomputations, cheapest first."""
+
+MOST_LAYOUTS = 200_000
+"""Legal layouts beyond which unlikely ones are left out of a search, which would take minutes."""
+
+LEFT_OUT = (
+    "tp without sequence parallelism, micro batches that are no power of two, and micro batches with which whole layers "
+    "must be recomputed"
+)
+"""What a search leaves out of more layouts."""
 
 SIMULATED = 50
 """Number of layouts, fastest by the closed form, whose schedules are simulated."""
@@ -92,9 +113,10 @@ class Plan:
         found: layouts that fit, by predicted step time, fastest first.
         illegal: number of illegal layouts, by the field whose rule they break.
         too_large: reasons why layouts do not fit, by layout in words.
-        num_too_large: number of layouts that do not fit; it includes those ruled out without a prediction, because the same
-            layout with a smaller microbatch does not fit.
-        num_legal: number of legal layouts, whose times were predicted.
+        num_too_large: number of layouts that came up in the search and do not fit; it includes those ruled out without a
+            prediction, because the same layout with a smaller microbatch does not fit.
+        num_legal: number of legal layouts.
+        num_left_out: number of those that the search left out (`LEFT_OUT`), because there were more than `MOST_LAYOUTS`.
     """
 
     cluster: Cluster
@@ -106,6 +128,7 @@ class Plan:
     too_large: dict[str, str] = field(default_factory=dict)
     num_too_large: int = 0
     num_legal: int = 0
+    num_left_out: int = 0
 
     @property
     def best(self) -> Found:
@@ -177,6 +200,7 @@ def search(
     margin_bytes: int = 0,
     measure: Measure = as_ours,
     keeps_zero: bool = False,
+    advance: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Find a run's fastest layouts on a cluster.
 
@@ -189,12 +213,13 @@ def search(
         expert_load, margin_bytes: see `Plan`.
         measure: function that measures an extension's parts in a layout; called only for layouts that are fastest in their turn.
         keeps_zero: try no other ZeRO stage than the config's, also if that is 1.
+        advance: called for each layout that is found, and once more for each whose schedule is simulated.
 
     Raises:
         ConfigError: the margin leaves no memory, no layout is legal, or none fits. In the last case the message names the layout
             that needs least memory.
     """
-    estimator, load = Estimator(cluster, implementation, expert_load=expert_load), Fraction(expert_load)
+    estimator = Estimator(cluster, implementation, expert_load=expert_load)
     usable_bytes = floor(estimator.device.memory_gb * GB * (1 - MARGIN)) - margin_bytes
     plan = Plan(cluster, usable_bytes, expert_load, margin_bytes)
     if usable_bytes <= 0:
@@ -205,17 +230,12 @@ def search(
                 "smaller one."
             ]
         )
-    order = count()
-    memo: Memo = {}
-    trials = list(legal_layouts(config, cluster, plan.illegal))
+    first = next(legal_layouts(config, cluster, Counter()), None)
     # Accurate enough to order all layouts; each of the fastest is then measured.
-    costs = measure(*trials[0]) if trials else NO_COSTS
-    waiting = [
-        _Waiting(estimator.closed_form(trial, sizes, memo=memo), next(order), trial, sizes)
-        for trial, sizes in ((with_costs(trial, costs), sizes) for trial, sizes in trials)
-    ]
-    plan.num_legal = len(waiting)
-    if not waiting:
+    config = config if first is None else with_costs(config, measure(*first))
+    groups = list(blocks(config, cluster, plan.illegal))
+    plan.num_legal = sum(map(len, groups))
+    if not groups:
         broken = ", ".join(f"{key} ({number:,} layouts)" for key, number in plan.illegal.most_common(5))
         raise ConfigError(
             [
@@ -223,66 +243,189 @@ def search(
                 "Change them."
             ]
         )
-    heapq.heapify(waiting)
-    num_params = num_parameters(config.model)
     # Published software has the one stage that its description times.
     has_stages = config.parallel.zero == 1 and implementation is OURS and not keeps_zero
-    ruled_out = _RuledOut()
-    fitting, may_fit = set[int](), set[int]()  # numbers of layouts: found; and those that fit with enough recomputation
-    closest: tuple[int, str] | None = None
-    while waiting and len(plan.found) < simulated:
-        fastest = heapq.heappop(waiting)
-        if fastest.number in fitting:
-            continue
-        measured = with_costs(fastest.config, measure(fastest.config, fastest.sizes))
-        if measured.model.own_costs != fastest.config.model.own_costs:
-            time = estimator.closed_form(measured, fastest.sizes, memo=memo)
-            heapq.heappush(waiting, _Waiting(time, fastest.number, measured, fastest.sizes, fastest.choices))
-            continue
-        is_new, higher = fastest.choices is None, None
-        is_ruled_out = is_new and ruled_out.holds(fastest)
-        held = 0 if is_ruled_out else fastest.least_state(num_params, plan.usable_bytes)
-        memory = None if held or is_ruled_out else predict(fastest.config, fastest.sizes, memo=memo, load=load)
-        if memory is not None and memory.fullest.total <= plan.usable_bytes:
-            plan.found.append(Found(fastest.config, fastest.sizes, fastest.time, memory))
-            fitting.add(fastest.number)
-            continue
-        if memory is not None and is_new:
-            # Memory is least with everything recomputed: if that is too much, no choice between needs a check.
-            memory = predict(fastest.most_recomputed(memo), fastest.sizes, memo=memo, load=load)
-        may_rise = is_new and has_stages and (memory is None or _may_fit_in_a_stage(memory, plan.usable_bytes))
-        if may_rise and (higher := fastest.next_zero(estimator, memo)) is not None:
-            heapq.heappush(waiting, higher)
-        fits = memory is not None and (not is_new or memory.fullest.total <= plan.usable_bytes)
-        if fits and (again := fastest.next_recomputed(estimator, memo)) is not None:
-            heapq.heappush(waiting, again)
-            may_fit.add(fastest.number)
-            continue
-        ruled_out.add(fastest)
-        is_last = higher is None and fastest.number not in may_fit
-        plan.num_too_large += is_last
-        if is_ruled_out or not is_last:
-            continue
-        total = held if memory is None else memory.fullest.total
-        reason = _too_large(total, plan.usable_bytes, memory)
-        plan.too_large[describe(fastest.config, fastest.sizes)] = reason
-        if closest is None or total < closest[0]:
-            closest = total, f"{describe(fastest.config, fastest.sizes)} {reason}"
+    few = _likely(groups, usable_bytes) if plan.num_legal > MOST_LAYOUTS else []
+    if few:
+        plan.num_left_out = plan.num_legal - sum(map(len, few))
+    tried = _Search(plan, estimator, measure, num_parameters(config.model), has_stages=has_stages)
+    for one in tried.fitting(few or groups):
+        plan.found.append(one)
+        advance()
+        if len(plan.found) == simulated:
+            break
     if not plan.found:
-        assert closest is not None
         raise ConfigError(
             [
                 f"no layout on {cluster.num_gpus} x {cluster.device} fits: the nearest of {plan.num_legal:,} legal "
-                f"ones, {closest[1]}. {'Give a smaller --margin, or take' if margin_bytes else 'Take'} more devices or "
+                f"ones, {tried.closest[1]}. {'Give a smaller --margin, or take' if margin_bytes else 'Take'} more devices or "
                 "ones with more memory, precision.masters=split, offload.num_layers, or a smaller model."
             ]
         )
-    plan.found = [
-        Found(one.config, one.sizes, estimator.simulated(one.config, one.sizes, memo=memo), one.memory)
-        for one in plan.found
-    ]
+    for place, one in enumerate(plan.found):
+        time = estimator.simulated(one.config, one.sizes, memo=tried.memo)
+        plan.found[place] = replace(one, time=time)
+        advance()
     plan.found.sort(key=lambda one: one.time.seconds)
     return plan
+
+
+def _likely(groups: Sequence[Block], usable_bytes: int) -> list[Block]:
+    """Leave out what `LEFT_OUT` names."""
+    memo: Memo = {}
+    with_sp = {one.sizes for one in groups if one.config.parallel.cuts_sequence}
+    found = []
+    for one in groups:
+        parallel = one.config.parallel
+        if parallel.tp > 1 and not parallel.cuts_sequence and one.sizes in with_sp:
+            continue
+        micros = [
+            micro
+            for micro in one.micro_batches
+            if micro.bit_count() == 1 and not share_recomputed(one.config, one.sizes, micro, usable_bytes, memo)
+        ]
+        if micros:
+            found.append(replace(one, micro_batches=micros))
+    return found
+
+
+class _Search:
+    """The heap of layouts, and of groups of layouts by the least time that any of a group takes.
+
+    Attributes:
+        memo: predictions that layouts share.
+        closest: least bytes of a layout that does not fit, and the layout in words.
+    """
+
+    def __init__(
+        self, plan: Plan, estimator: Estimator, measure: Measure, num_params: int, *, has_stages: bool
+    ) -> None:
+        self.memo: Memo = {}
+        self.closest: tuple[float, str] = (inf, "")
+        self._plan, self._estimator, self._measure, self._has_stages = plan, estimator, measure, has_stages
+        self._num_params = num_params
+        self._heap: list[tuple[float, Number, int, _Group | _Waiting]] = []
+        self._pushes = count()
+        self._ruled_out = _RuledOut()
+        # Numbers of layouts: found; and those that fit with enough recomputation.
+        self._found, self._may_fit = set[Number](), set[Number]()
+
+    def fitting(self, groups: Iterable[Block]) -> Iterator[Found]:
+        """Yield the layouts that fit, fastest by the closed form first."""
+        for first, block in enumerate(groups):
+            largest = [block.layout(block.micro_batches[-1], stages) for stages in block.deepest]
+            seconds = min(self._estimator.least_of_smaller(*one, self.memo) for one in largest)
+            for place, micro in enumerate(block.micro_batches):
+                again = share_recomputed(*largest[0], micro, self._plan.usable_bytes, self.memo)
+                more = 1 + LEAST_AGAIN * again
+                self._push(seconds * more, (first, place), _Group(block, micro, again, more))
+        while self._heap:
+            seconds, number, _, one = heapq.heappop(self._heap)
+            if isinstance(one, _Group):
+                self._open(seconds, number, one)
+            elif number not in self._found and (found := self._look_at(number, one)) is not None:
+                self._found.add(number)
+                yield found
+
+    def _push(self, seconds: float, number: Number, one: "_Group | _Waiting") -> None:
+        heapq.heappush(self._heap, (seconds, number, next(self._pushes), one))
+
+    def _open(self, seconds: float, number: Number, group: "_Group") -> None:
+        """Put a group back with a better bound; if it has that one, put its layouts into the heap."""
+        layouts = group.block.layout
+        if not group.is_timed:
+            least = min(self._estimator.least(*layouts(group.micro, each), self.memo) for each in group.block.deepest)
+            self._push(max(seconds, least * group.more), number, replace(group, is_timed=True))
+            return
+        for place, stages in enumerate(group.block.stages):
+            config, sizes = layouts(group.micro, stages)
+            choices = list(candidates(config, sizes, self.memo))
+            if group.again > 0:
+                whole = [choice for choice in choices if choice.granularity == "full"]
+                # No fewer whole layers are enough; a schedule with deferred weight gradients recomputes none.
+                choices = whole[max(0, floor(group.again * len(whole)) - 1) :] or choices[-1:]
+            config = config.model_copy(update={"recompute": choices[0]})
+            self._wait((*number, place), config, sizes, choices[1:], is_new=True)
+
+    def _wait(
+        self, number: Number, config: Config, sizes: ParallelSizes, choices: Choices, *, is_new: bool = False
+    ) -> None:
+        time = self._estimator.closed_form(config, sizes, memo=self.memo)
+        self._push(time.seconds, number, _Waiting(time, config, sizes, choices, is_new))
+
+    def _look_at(self, number: Number, one: "_Waiting") -> Found | None:
+        """Return the layout if it fits; else put its next ZeRO stage and its least recomputation that fits into the heap."""
+        measured = with_costs(one.config, self._measure(one.config, one.sizes))
+        if measured.model.own_costs != one.config.model.own_costs:
+            self._wait(number, measured, one.sizes, one.choices, is_new=one.is_new)
+            return None
+        is_new, usable = one.is_new, self._plan.usable_bytes
+        is_ruled_out = is_new and self._ruled_out.holds(one)
+        held = 0 if is_ruled_out else one.least_state(self._num_params, usable)
+        memory = None if held or is_ruled_out else self._predict(one, one.config.recompute)
+        if memory is not None and memory.fullest.total <= usable:
+            return Found(one.config, one.sizes, one.time, memory)
+        if memory is not None and is_new and one.choices:
+            # Memory is least with everything recomputed: if that is too much, no choice between needs a check.
+            memory = self._predict(one, one.choices[-1])
+        may_rise = is_new and self._has_stages and (memory is None or _may_fit_in_a_stage(memory, usable))
+        has_risen = may_rise and self._rise(number, one)
+        if memory is not None and (not is_new or memory.fullest.total <= usable) and self._recompute(number, one):
+            self._may_fit.add(number)
+            return None
+        self._ruled_out.add(one)
+        if not has_risen and number not in self._may_fit:
+            self._plan.num_too_large += 1
+            if not is_ruled_out:
+                self._explain(one, held, memory)
+        return None
+
+    def _recompute(self, number: Number, one: "_Waiting") -> bool:
+        """Put the layout with the next recomputation that may fit into the heap; return whether there is one."""
+        # Each further whole layer takes more time and less memory; one more part need not take less.
+        place, choices = 0, one.choices
+        if choices and choices[0].granularity == "full":
+            usable = self._plan.usable_bytes
+            place = bisect_left(choices, True, key=lambda choice: self._predict(one, choice).fullest.total <= usable)
+        if place == len(choices):
+            return False
+        config = one.config.model_copy(update={"recompute": choices[place]})
+        self._wait(number, config, one.sizes, choices[place + 1 :])
+        return True
+
+    def _predict(self, one: "_Waiting", recompute: RecomputeConfig) -> Prediction:
+        config = one.config.model_copy(update={"recompute": recompute})
+        return predict(config, one.sizes, memo=self.memo, load=Fraction(self._plan.expert_load))
+
+    def _rise(self, number: Number, one: "_Waiting") -> bool:
+        """Put the layout without recomputation in the next ZeRO stage into the heap; return whether there is a legal one."""
+        config = one.in_next_stage()
+        if config is not None:
+            self._wait(number, config, one.sizes, one.choices, is_new=True)
+        return config is not None
+
+    def _explain(self, one: "_Waiting", held: int, memory: Prediction | None) -> None:
+        total, words = held if memory is None else memory.fullest.total, describe(one.config, one.sizes)
+        reason = _too_large(total, self._plan.usable_bytes, memory)
+        self._plan.too_large[words] = reason
+        self.closest = min(self.closest, (total, f"{words} {reason}"), key=lambda each: each[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The layouts in the heap of a block with one micro batch.
+
+    Attributes:
+        again: share of layers that must be recomputed to fit.
+        more: factor on seconds without that.
+        is_timed: the least time is that of this micro batch, not of any.
+    """
+
+    block: Block
+    micro: int
+    again: float
+    more: float
+    is_timed: bool = False
 
 
 class _RuledOut:
@@ -317,24 +460,21 @@ def _too_large(total: int, usable: int, memory: Prediction | None) -> str:
     return f"does not fit: {where} needs {gigabytes(total)} of {gigabytes(usable)}"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Waiting:
     """A layout in the heap.
 
     Attributes:
         time: predicted step time, including the recomputation in `config`.
-        number: order in which the layouts were found, to sort equal times; one number for all stages of a layout.
-        choices: further recomputations to try; None if none was tried.
+        choices: further recomputations to try.
+        is_new: whether no other one was tried.
     """
 
     time: StepTime
-    number: int
     config: Config
     sizes: ParallelSizes
-    choices: Iterator[RecomputeConfig] | None = None
-
-    def __lt__(self, other: "_Waiting") -> bool:
-        return (self.time.seconds, self.number) < (other.time.seconds, other.number)
+    choices: Choices = ()
+    is_new: bool = False
 
     def least_state(self, num_params: int, usable: int) -> int:
         """Compute the least bytes that a rank's parameters, gradients and optimizer state take; 0 if they are within `usable`.
@@ -354,30 +494,11 @@ class _Waiting:
         least += even * 4
         return least if least > usable else 0
 
-    def most_recomputed(self, memo: Memo) -> Config:
-        """Return the configuration with the choice that recomputes most."""
-        *_, most = candidates(self.config, self.sizes, memo)
-        return self.config.model_copy(update={"recompute": most})
-
-    def next_zero(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
-        """Return the same layout without recomputation in the next ZeRO stage; None if that is illegal or dp has one rank."""
+    def in_next_stage(self) -> Config | None:
+        """Return the same layout in the next ZeRO stage; None if that is illegal or dp has one rank."""
         sizes, zero = self.sizes, self.config.parallel.zero + 1
-        parallel = self.config.parallel.model_copy(update={"zero": zero})
-        config = self.config.model_copy(update={"parallel": parallel})
+        config = with_value(self.config, "parallel.zero", zero)
         subject = Subject(config, sizes.world_size, config.runtime.ranks_per_node)
         if zero > 3 or sizes.owners("dp") == 1 or broken_keys(subject, RULES):
             return None
-        return _Waiting(estimator.closed_form(config, sizes, memo=memo), self.number, config, sizes)
-
-    def next_recomputed(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
-        """Return the same layout with the next recomputation choice and its time; None if no choice is left."""
-        if self.choices is None:
-            self.choices = candidates(self.config, self.sizes, memo)
-            next(self.choices)
-        choice = next(self.choices, None)
-        if choice is None:
-            return None
-        config = self.config.model_copy(update={"recompute": choice})
-        return _Waiting(
-            estimator.closed_form(config, self.sizes, memo=memo), self.number, config, self.sizes, self.choices
-        )
+        return config

@@ -13,7 +13,7 @@ from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import convention
 from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.planning.memory_text import memory_bar, memory_lines
-from triaxis.launch.planning.search import WORDS, Found, Plan
+from triaxis.launch.planning.search import LEFT_OUT, WORDS, Found, Plan
 
 PIPE_WIDTH = 100
 """Columns if the output is not a terminal."""
@@ -50,6 +50,8 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
         console.print("\n".join(["extension", *(f"  {line}" for line in extension.lines)]))
     not_fitting = f"; {plan.num_too_large:,} that are as fast do not fit" if plan.num_too_large else ""
     console.print(f"{plan.num_legal:,} legal layouts{not_fitting}. The fastest: {_row(best, again)}")
+    if plan.num_left_out:
+        console.print(f"  of those, {plan.num_left_out:,} were left out, so one of them may be faster: {LEFT_OUT}")
     console.print(
         f"  {best.time.seconds:.4g} s per step, {best.model_tflops:,.0f} TFLOP/s per GPU, MFU {plan.mfu(best):.1%}, "
         f"{gigabytes(best.memory.fullest.total)} on the fullest GPU"

@@ -12,7 +12,7 @@ measured share covers other effects (power, clocks). It is interpolated over log
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -107,6 +107,16 @@ class Device:
     attention: tuple[AttentionRow, ...]
     rates_as: str = ""
     digest: str = ""
+
+    @cached_property
+    def ideal(self) -> "Device":
+        """The device without losses in small products and calls: its seconds per sample fall as microbatches grow."""
+        dtype = "bf16" if "bf16" in self.peak_tflops else next(iter(self.peak_tflops))
+        share = max(tile.share for tile in self.tiles)
+        reached = max(value for points in self._reached_points.values() for _, value in points)
+        row = GemmRow(2**12, 2**12, 2**12, dtype, self.peak_tflops[dtype] * share * reached, self.digest)
+        large = replace(self, tiles=(Tile(1, 1, share),), gemm=(row,), fill_k=0)
+        return replace(large, launch_us=0, host_us=0, collective_us=0)
 
     @property
     def stream_bytes_per_s(self) -> float:

@@ -14,6 +14,7 @@ ranks and v chunks on each, the bubble is as follows, with F, I and W as means o
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from triaxis.engine.config.plan import batch_plan, rank_grid
 from triaxis.engine.config.state_plan import NUM_PLACES
@@ -24,15 +25,19 @@ from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import Costs, simulate
-from triaxis.models.predict.cut import Memo, StageCut
+from triaxis.models.predict.cut import Contents, Memo, StageCut
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.state_memory import state_bytes
 from triaxis.models.predict.step_time.cluster import Cluster
+from triaxis.models.predict.step_time.device import Device
 from triaxis.models.predict.step_time.facts import Parameters, activation_bytes, element_bytes
 from triaxis.models.predict.step_time.implementation import OURS, Implementation
 from triaxis.models.predict.step_time.layer import Seconds, total
 from triaxis.models.predict.step_time.links import Link, Links
 from triaxis.models.predict.step_time.stage import StageTimer, Timed, timer_key
+
+ROUNDING = 1e-3
+"""Share by which the rounding of tiles and rows to whole numbers may make a lower bound too high, on an ideal device."""
 
 SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""
@@ -65,13 +70,21 @@ class Estimator:
 
     Args:
         cluster: the cluster, whose device file is read once, here.
+        device: in place of the cluster's.
         implementation: training software whose step is predicted.
         expert_load: in every layer, rows that the slowest rank's experts get over the mean rank's.
     """
 
-    def __init__(self, cluster: Cluster, implementation: Implementation = OURS, *, expert_load: float = 1.0) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        implementation: Implementation = OURS,
+        *,
+        expert_load: float = 1.0,
+        device: Device | None = None,
+    ) -> None:
         self.cluster, self.implementation, self.expert_load = cluster, implementation, expert_load
-        self.device = cluster.load_device()
+        self.device = device or cluster.load_device()
 
     def closed_form(
         self,
@@ -120,6 +133,16 @@ class Estimator:
         """
         step = _Step(self, config, sizes, documents)
         return step.of_ranks(*step.by_simulation())
+
+    def least(self, config: Config, sizes: ParallelSizes, memo: Memo) -> float:
+        """Bound `closed_form` from below, in seconds, for this layout and others whose schedule has fewer chunks or another cut."""
+        return _Step(self, config, sizes, None, memo).least()
+
+    def least_of_smaller(self, config: Config, sizes: ParallelSizes, memo: Memo) -> float:
+        """Bound `closed_form` from below, in seconds, as `least`, and for all smaller micro batches."""
+        device, cluster = self.device.ideal, replace(self.cluster, network_latency_us=0)
+        ideal = Estimator(cluster, self.implementation, expert_load=self.expert_load, device=device)
+        return (1 - ROUNDING) * _Step(ideal, config, sizes, None, memo.setdefault("ideal", {})).least_work()
 
     def costs(self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None) -> Costs:
         """Compute the seconds of each stage's actions and of a transfer between stages, for the schedule simulator."""
@@ -235,19 +258,42 @@ class _Step:
 
     def by_formula(self) -> tuple[float, float]:
         """Compute, by formula, (seconds of the bubble without transfers, seconds by which transfers lengthen it)."""
-        p, v = self.sizes.pp, self.sizes.vpp
+        p = self.sizes.pp
         if p == 1:
             return 0.0, 0.0
         others = [self.ranks[rank].passes for rank in range(p) if rank != self.slowest]
         forward, input_grad, weight_grad = (sum(passes) for passes in zip(*others, strict=True))
+        transfers = 0.0 if self.implementation.exposed_transfers else 2 * (p - 1) * self._transfer()
+        return self._bubble(forward, input_grad, weight_grad), transfers
+
+    def _bubble(self, forward: float, input_grad: float, weight_grad: float) -> float:
+        """Compute the seconds of the bubble by formula, given the passes' seconds summed over the ranks other than the slowest."""
         if self.schedule == "zb_h1":
             bubble = forward + input_grad - weight_grad
         elif self.schedule == "zbv":
             bubble = max(forward, input_grad, forward + input_grad - 2 * weight_grad) / 2
         else:
-            bubble = (forward + input_grad + weight_grad) / (v if self.schedule == "interleaved" else 1)
-        transfers = 0.0 if self.implementation.exposed_transfers else 2 * (p - 1) * self._transfer()
-        return max(0.0, bubble), transfers
+            bubble = (forward + input_grad + weight_grad) / (self.sizes.vpp if self.schedule == "interleaved" else 1)
+        return max(0.0, bubble)
+
+    def least_work(self) -> float:
+        """Compute the seconds of all microbatches' passes on a rank that has an equal share of the model."""
+        return self.num_microbatches * self._whole.total / self.sizes.pp
+
+    def least(self) -> float:
+        """Compute the seconds that the step takes at least, however the layers are cut into chunks."""
+        if self.sizes.pp == 1:
+            return self.least_work()
+        # The slowest rank's passes count in the bubble of the whole, and are at most those of one of its microbatches.
+        mean = self._whole.total / self.sizes.pp
+        return self.least_work() - mean + self._bubble(*self._whole.passes)
+
+    @property
+    def _whole(self) -> Timed:
+        """The whole model's seconds, as if one rank had all stages."""
+        layers = tuple(chain.from_iterable(one.layers for one in self.cut.contents))
+        ahead = sum(one.num_mtp for one in self.cut.contents)
+        return self._timer.stage(Contents(layers, has_embedding=True, has_head=True, num_mtp=ahead))
 
     def by_simulation(self) -> tuple[float, float]:
         """Compute the same pair as `by_formula` by simulating the schedule.

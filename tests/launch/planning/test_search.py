@@ -15,15 +15,16 @@ from triaxis.engine.config.extension import OwnCosts
 from triaxis.engine.config.fp8 import Fp8Config
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
-from triaxis.engine.config.section import with_value
-from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.section import Subject, with_value
+from triaxis.engine.config.tree import RULES, Config, broken_keys, problems
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.launch.cli import main
+from triaxis.launch.planning import legal_layouts as listing
 from triaxis.launch.planning import search as planning
-from triaxis.launch.planning.legal_layouts import legal_layouts
+from triaxis.launch.planning.legal_layouts import blocks, legal_layouts
 from triaxis.launch.planning.search import Plan, search
 from triaxis.models.predict.cut import Memo
 from triaxis.models.predict.rank_memory import predict
@@ -48,6 +49,13 @@ def config_of(**model: Any) -> Config:
         }
     )
 
+
+MOE = {
+    "layers": ["dense", "moe*3"],
+    "moe": {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 8192},
+    "activation": "swiglu",
+    "bias": "none",
+}
 
 CLUSTER = Cluster("A100-SXM-80GB", 1, 4, 300.0, 25.0, 8.0, 1.0, 1.5)
 
@@ -166,6 +174,37 @@ def test_the_search_finds_what_a_look_at_every_memory_finds(margin: float, monke
     assert any(one.config.recompute.is_any for one in plan.found)
 
 
+@pytest.mark.parametrize("model", [{}, {"num_layers": 5}, MOE], ids=["dense", "uneven", "experts"])
+def test_no_layout_is_faster_than_the_bound_of_its_group(model: dict[str, Any]) -> None:
+    """With any chunks, schedule, cut and micro batch; the bound of an ideal device holds for all micro batches."""
+    estimator, memo = Estimator(CLUSTER), Memo()
+    for block in list(blocks(config_of(**model), CLUSTER, Counter()))[::3]:
+        largest = [block.layout(block.micro_batches[-1], stages) for stages in block.deepest]
+        ideal = min(estimator.least_of_smaller(*one, memo) for one in largest)
+        for micro in block.micro_batches:
+            least = min(estimator.least(*block.layout(micro, stages), memo) for stages in block.deepest)
+            times = [estimator.closed_form(*block.layout(micro, each), memo=memo).seconds for each in block.stages]
+            assert max(ideal, least) <= min(times)
+
+
+@pytest.mark.parametrize("changes", [{}, {"offload.num_layers": 2, "model.num_attention_heads": 2}])
+def test_rules_that_are_checked_once_for_many_layouts_say_the_same_of_each(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside all rules, checked for each layout."""
+    config = config_of()
+    for name, value in changes.items():
+        config = with_value(config, name, value)
+    found = {planning.describe(*one) for one in legal_layouts(config, CLUSTER, Counter())}
+    monkeypatch.setattr(listing, "_legal_part", lambda block, cluster, illegal: block)
+    everything = {
+        planning.describe(trial, sizes)
+        for trial, sizes in legal_layouts(config, CLUSTER, Counter())
+        if not broken_keys(Subject(trial, 4, 4), RULES)
+    }
+    assert found == everything
+
+
 def test_found_layouts_are_legal_fit_and_are_ordered() -> None:
     plan = search(config_of(), CLUSTER, simulated=20)
     times = [one.time.seconds for one in plan.found]
@@ -218,10 +257,9 @@ def test_a_stage_that_a_rule_refuses_is_skipped() -> None:
     sizes = parallel_sizes(config)
     # Times of FP8 are unknown, so a stand-in has the estimator's part.
     estimator: Any = SimpleNamespace(closed_form=lambda *args, **kwargs: None)
-    waiting = planning._Waiting(estimator.closed_form(), 0, config, sizes)
-    second = waiting.next_zero(estimator, {})
-    assert second is not None and second.config.parallel.zero == 2
-    assert second.next_zero(estimator, {}) is None
+    second = planning._Waiting(estimator.closed_form(), config, sizes).in_next_stage()
+    assert second is not None and second.parallel.zero == 2
+    assert planning._Waiting(estimator.closed_form(), second, sizes).in_next_stage() is None
 
 
 def test_what_fits_nowhere_is_answered_with_the_nearest() -> None:
@@ -301,14 +339,6 @@ def test_mfu_is_that_of_a_run_with_these_seconds() -> None:
     metrics = meter.measure(1, spans_seconds={StepPart.FORWARD_BACKWARD: best.time.seconds}, **step)
     assert best.model_tflops == pytest.approx(metrics.model_tflops_per_device)
     assert Plan(CLUSTER, 0).mfu(best) == pytest.approx(metrics.mfu)
-
-
-MOE = {
-    "layers": ["dense", "moe*3"],
-    "moe": {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 8192},
-    "activation": "swiglu",
-    "bias": "none",
-}
 
 
 def test_experts_are_cut_in_every_way_that_fills_the_ranks() -> None:
