@@ -205,6 +205,19 @@ def test_rules_that_are_checked_once_for_many_layouts_say_the_same_of_each(
     assert found == everything
 
 
+def test_what_a_search_of_very_many_layouts_leaves_out_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    everything = search(config_of(), CLUSTER, simulated=3)
+    assert everything.num_left_out == 0
+    monkeypatch.setattr(planning, "MOST_LAYOUTS", everything.num_legal - 1)
+    plan = search(config_of(), CLUSTER, simulated=1000)
+    assert plan.num_legal == everything.num_legal and 0 < plan.num_left_out < plan.num_legal
+    assert all(one.sizes.tp == 1 or one.config.parallel.sequence_parallel for one in plan.found)
+    assert main(["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xH100", "--top", "1"]) == 0
+    assert " were left out, so one of them may be faster: tp without" in " ".join(capsys.readouterr().out.split())
+
+
 def test_found_layouts_are_legal_fit_and_are_ordered() -> None:
     plan = search(config_of(), CLUSTER, simulated=20)
     times = [one.time.seconds for one in plan.found]
