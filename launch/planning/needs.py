@@ -7,8 +7,12 @@ A pipeline rank keeps about as many layers' tensors as the model has layers, if 
 What of it exceeds a device's memory must be recomputed as whole layers, of which only the input is kept.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.launch.planning.legal_layouts import Block
 from triaxis.models.predict.cut import Memo
 from triaxis.models.predict.layer_terms import block_terms, per_token
 from triaxis.models.predict.recompute_choice import choice_for_layers, worthwhile_parts
@@ -19,6 +23,13 @@ FEWEST_IN_FLIGHT = 0.8
 
 LEAST_AGAIN = 0.25
 """Share of a microbatch's seconds that a forward of all layers takes at least: 1/3 of the products, less the head's."""
+
+
+LEFT_OUT = (
+    "tp without sequence parallelism, micro batches that are no power of two, and micro batches with which whole layers "
+    "must be recomputed"
+)
+"""What a search leaves out of more layouts."""
 
 
 def share_recomputed(config: Config, sizes: ParallelSizes, micro: int, usable_bytes: int, memo: Memo) -> float:
@@ -52,3 +63,22 @@ def _bytes_per_token(config: Config, sizes: ParallelSizes) -> tuple[float, float
     layers = {config.model.layer_kind(each): each for each in range(config.model.num_layers)}.values()
     kept = min(per_token(block_terms(trial, sizes, each)) for each in layers)
     return float(kept), float(at.w * at.h * at.shard)
+
+
+def likely(groups: Sequence[Block], usable_bytes: int) -> list[Block]:
+    """Leave out what `LEFT_OUT` names."""
+    memo: Memo = {}
+    with_sp = {one.sizes for one in groups if one.config.parallel.cuts_sequence}
+    found = []
+    for one in groups:
+        parallel = one.config.parallel
+        if parallel.tp > 1 and not parallel.cuts_sequence and one.sizes in with_sp:
+            continue
+        micros = [
+            micro
+            for micro in one.micro_batches
+            if micro.bit_count() == 1 and not share_recomputed(one.config, one.sizes, micro, usable_bytes, memo)
+        ]
+        if micros:
+            found.append(replace(one, micro_batches=micros))
+    return found

@@ -34,7 +34,7 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import model_flops_per_token
 from triaxis.launch.planning.legal_layouts import Block, blocks, legal_layouts
-from triaxis.launch.planning.needs import LEAST_AGAIN, share_recomputed
+from triaxis.launch.planning.needs import LEAST_AGAIN, likely, share_recomputed
 from triaxis.launch.tuning.choose_layout import MARGIN
 from triaxis.models.predict.cut import Memo
 from triaxis.models.predict.rank_memory import GB, Prediction, predict
@@ -52,12 +52,6 @@ Choices = Sequence[RecomputeConfig]
 
 MOST_LAYOUTS = 200_000
 """Legal layouts beyond which unlikely ones are left out of a search, which would take minutes."""
-
-LEFT_OUT = (
-    "tp without sequence parallelism, micro batches that are no power of two, and micro batches with which whole layers "
-    "must be recomputed"
-)
-"""What a search leaves out of more layouts."""
 
 SIMULATED = 50
 """Number of layouts, fastest by the closed form, whose schedules are simulated."""
@@ -245,7 +239,7 @@ def search(
         )
     # Published software has the one stage that its description times.
     has_stages = config.parallel.zero == 1 and implementation is OURS and not keeps_zero
-    few = _likely(groups, usable_bytes) if plan.num_legal > MOST_LAYOUTS else []
+    few = likely(groups, usable_bytes) if plan.num_legal > MOST_LAYOUTS else []
     if few:
         plan.num_left_out = plan.num_legal - sum(map(len, few))
     tried = _Search(plan, estimator, measure, num_parameters(config.model), has_stages=has_stages)
@@ -268,25 +262,6 @@ def search(
         advance()
     plan.found.sort(key=lambda one: one.time.seconds)
     return plan
-
-
-def _likely(groups: Sequence[Block], usable_bytes: int) -> list[Block]:
-    """Leave out what `LEFT_OUT` names."""
-    memo: Memo = {}
-    with_sp = {one.sizes for one in groups if one.config.parallel.cuts_sequence}
-    found = []
-    for one in groups:
-        parallel = one.config.parallel
-        if parallel.tp > 1 and not parallel.cuts_sequence and one.sizes in with_sp:
-            continue
-        micros = [
-            micro
-            for micro in one.micro_batches
-            if micro.bit_count() == 1 and not share_recomputed(one.config, one.sizes, micro, usable_bytes, memo)
-        ]
-        if micros:
-            found.append(replace(one, micro_batches=micros))
-    return found
 
 
 class _Search:
