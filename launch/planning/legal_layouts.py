@@ -48,10 +48,10 @@ CUTS: tuple[Cut, Cut] = (None, "auto")
 Stages = tuple[int, str, Cut]
 """Chunks per rank, schedule, layers per stage."""
 
-RULES_OF_MICRO_BATCHES = (
+RULES_OF_MICRO_BATCHES: tuple[Rule, ...] = (
     *(batch_is_whole_microbatches, microbatches_can_be_listed, schedule_file_fits, TOKENS_IN_FP8),
 )
-RULES_OF_STAGES = (
+RULES_OF_STAGES: tuple[Rule, ...] = (
     *(layers_fill_stages, schedule_matches_chunks, schedule_file_fits),
     *(row for row in (*NEEDS, *LIMITS) if row.key in ("schedule.name", "offload.num_layers")),
 )

@@ -52,7 +52,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
         ("MFU", f"{plan.mfu(best):.1%}"),
         ("fullest rank", gigabytes(best.memory.fullest.total)),
         ("usable of a GPU", gigabytes(plan.usable_bytes)),
-        ("legal layouts", f"{plan.num_legal:,}"),
+        ("legal layouts", f"{plan.num_legal:,}" + (f", {plan.num_left_out:,} left out" if plan.num_left_out else "")),
         ("found too large", f"{plan.num_too_large:,}"),
         ("cluster", f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.device}"),
     ]

@@ -93,7 +93,13 @@ def as_json(plan: Plan, top: int) -> dict[str, object]:
         }
         for one in plan.found[:top]
     ]
-    return {"gpus": plan.cluster.num_gpus, "device": plan.cluster.device, "legal": plan.num_legal, "layouts": layouts}
+    return {
+        "gpus": plan.cluster.num_gpus,
+        "device": plan.cluster.device,
+        "legal": plan.num_legal,
+        "left_out": plan.num_left_out,
+        "layouts": layouts,
+    }
 
 
 def _marks(found: Sequence[Found]) -> dict[str, str]:
