@@ -6,10 +6,13 @@ A run that leaves its micro batch, its recomputation or its chunks open was tune
 fastest is expected, and those within `RESOLUTION` of it: the worst error that the model may have. Nothing is fitted to any row.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.published.runs import Run, Setup, read_runs, setup_of
 from triaxis.engine.config.tree import Config
@@ -25,6 +28,9 @@ RESOLUTION = 0.12
 
 FEWEST_ROWS = 3
 """Timed rows of a GPU type with which it is scored."""
+
+POOLED_SHARE = 0.95
+"""Share of the scored rows that the stated interval covers."""
 
 CLEARLY = 0.05
 """Difference of published speeds from which on the order of two layouts counts: one recipe moves by up to 7 % between releases."""
@@ -142,6 +148,50 @@ class Comparison:
                 yield Pair(first, second)
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Bounds of published over predicted seconds, pooled over rows, and how often they hold for software that they do not know.
+
+    Attributes:
+        low, high: bounds of the middle `POOLED_SHARE` of the rows.
+        num_held: rows inside the bounds that the rows of all other software give.
+        num_rows: all rows.
+    """
+
+    low: float
+    high: float
+    num_held: int
+    num_rows: int
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> "Interval":
+        """Pool the rows, then leave out one software at a time."""
+        by_software: dict[str, list[float]] = {}
+        for row in rows:
+            assert row.predicted is not None and row.error is not None
+            by_software.setdefault(row.predicted.implementation.name, []).append(1 / (1 + row.error))
+        num_held = 0
+        for left_out, ratios in by_software.items():
+            others = [ratio for name, each in by_software.items() if name != left_out for ratio in each]
+            low, high = _middle(others) if others else (math.inf, -math.inf)
+            num_held += sum(low <= ratio <= high for ratio in ratios)
+        pooled = [ratio for each in by_software.values() for ratio in each]
+        return cls(*_middle(pooled), num_held, len(pooled))
+
+    def __str__(self) -> str:
+        held = self.num_held / self.num_rows
+        return (
+            f"interval: {POOLED_SHARE:.0%} of published seconds are {self.low:.3f} to {self.high:.3f} of predicted ones; with one "
+            f"software left out at a time it holds for {self.num_held} of {self.num_rows} rows, {held:.1%}"
+        )
+
+
+def _middle(ratios: Sequence[float]) -> tuple[float, float]:
+    """Compute the bounds of the middle `POOLED_SHARE` of numbers, interpolated."""
+    low, high = np.quantile(ratios, [(1 - POOLED_SHARE) / 2, (1 + POOLED_SHARE) / 2])
+    return float(low), float(high)
+
+
 def _published(row: Row) -> float:
     assert row.run.seconds is not None
     return row.run.tokens / row.run.numbers["gpus"] / row.run.seconds
@@ -251,6 +301,7 @@ def lines(found: Comparison) -> Iterator[str]:
         yield f"rows 0 of {found.num_timed}"
         return
     yield from _beyond(found.scored)
+    yield str(Interval.of(found.scored)).replace("%", " %")
     yield f"mean {found.mean:.1%} worst {found.worst:.1%} rows {len(found.scored)} of {found.num_timed}".replace(
         "%", " %"
     )

@@ -15,6 +15,7 @@ from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.planning.memory_text import memory_bar, memory_lines
 from triaxis.launch.planning.needs import LEFT_OUT
 from triaxis.launch.planning.search import WORDS, Found, Plan
+from triaxis.models.predict.step_time.estimate import PUBLISHED_OVER_PREDICTED
 
 PIPE_WIDTH = 100
 """Columns if the output is not a terminal."""
@@ -57,6 +58,10 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
         f"  {best.time.seconds:.4g} s per step, {best.model_tflops:,.0f} TFLOP/s per GPU, MFU {plan.mfu(best):.1%}, "
         f"{gigabytes(best.memory.fullest.total)} on the fullest GPU"
     )
+    low, high = (best.time.seconds * bound for bound in PUBLISHED_OVER_PREDICTED)
+    console.print(
+        f"  {low:.4g} to {high:.4g} s, if it is as far off as 95 % of published runs are from their predictions"
+    )
     console.print()
     console.print(_table(plan, found, again, with_reason=console.width >= PIPE_WIDTH))
     console.print(WORDS)
@@ -86,6 +91,7 @@ def as_json(plan: Plan, top: int) -> dict[str, object]:
             "parallel": one.config.parallel.model_dump(mode="json"),
             "recompute": str(one.config.recompute),
             "seconds": one.time.seconds,
+            "seconds_95_percent": [one.time.seconds * bound for bound in PUBLISHED_OVER_PREDICTED],
             "tokens_per_second": one.tokens_per_second,
             "tflops": one.model_tflops,
             "mfu": plan.mfu(one),

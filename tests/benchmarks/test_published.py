@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.__main__ import RUNS, main
-from benchmarks.published.compare import RESOLUTION, Comparison, Pair, Row, compare, held_bytes, lines
+from benchmarks.published.compare import RESOLUTION, Comparison, Interval, Pair, Row, compare, held_bytes, lines
 from benchmarks.published.runs import COLUMNS, Run, device_of, read_runs, setup_of
 from benchmarks.published.software import MEGATRON_2021, NEMO
 from benchmarks.published.standing import CLOSE, standings
 from triaxis.engine.errors import ConfigError
+from triaxis.models.predict.step_time.estimate import PUBLISHED_OVER_PREDICTED
 from triaxis.models.predict.step_time.implementation import OURS
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -99,6 +100,12 @@ def test_rows_that_are_not_scored_say_what_they_lack(published: Comparison) -> N
     assert any("micro_batch, recompute: " in line for line in report), "what was searched, and over how many values"
 
 
+def test_the_stated_interval_covers_software_that_it_does_not_know(published: Comparison) -> None:
+    found = Interval.of(published.scored)
+    assert (round(found.low, 2), round(found.high, 2)) == PUBLISHED_OVER_PREDICTED
+    assert found.num_held >= 0.85 * found.num_rows
+
+
 @pytest.mark.parametrize(
     ("changes", "lack"),
     [
@@ -109,8 +116,8 @@ def test_rows_that_are_not_scored_say_what_they_lack(published: Comparison) -> N
         ({"vpp": "some"}, "vpp = 'some'"),
         ({"step_time_s": "nan"}, "step_time_s = 'nan' is no positive number"),
         ({"step_time_s": "fast"}, "step_time_s = 'fast'"),
-        ({"gpu_type": "TPUv5"}, "a device's file for 'TPUv5'"),
-        ({"gpu_type": "A100-40GB"}, "a device's file"),
+        ({"gpu_type": "TPUv5"}, "a calibrated device for 'TPUv5'"),
+        ({"gpu_type": "A100-40GB"}, "a calibrated device for 'A100-40GB'"),
         ({"ep": "8"}, "experts"),
         ({"model": "Mixtral-8x7B"}, "experts"),
         ({"recompute": "perhaps"}, "recompute = 'perhaps'"),
@@ -218,7 +225,8 @@ def test_the_command_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFix
     path = table(tmp_path / "runs.csv", {}, {}, {"step_time_s": "9"}, {"model": "Mixtral-8x7B"})
     main([str(path)])
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-2].startswith("beyond 12 %: line 2 Llama-3.1-8B (NeMo)") and "other software" not in printed[-2]
+    assert printed[-3].startswith("beyond 12 %: line 2 Llama-3.1-8B (NeMo)") and "other software" not in printed[-3]
+    assert printed[-2].startswith("interval: 95 % of ") and printed[-2].endswith("it holds for 0 of 3 rows, 0.0 %")
     assert printed[-1].endswith("rows 3 of 4") and printed[-1].startswith("mean ")
 
 

@@ -39,6 +39,9 @@ from triaxis.models.predict.step_time.stage import StageTimer, Timed, timer_key
 ROUNDING = 1e-3
 """Share by which the rounding of tiles and rows to whole numbers may make a lower bound too high, on an ideal device."""
 
+PUBLISHED_OVER_PREDICTED = (0.95, 1.13)
+"""Published over predicted seconds of a step: 95 % of the runs that `python -m benchmarks.published` scores are between these."""
+
 SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""
 
