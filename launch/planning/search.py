@@ -34,7 +34,7 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import model_flops_per_token
 from triaxis.launch.planning.legal_layouts import Block, blocks, legal_layouts
-from triaxis.launch.planning.needs import LEAST_AGAIN, likely, share_recomputed
+from triaxis.launch.planning.pruning import LEAST_AGAIN, likely, share_recomputed
 from triaxis.launch.tuning.choose_layout import MARGIN
 from triaxis.models.predict.cut import Memo
 from triaxis.models.predict.rank_memory import GB, Prediction, predict

@@ -13,7 +13,7 @@ from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import convention
 from triaxis.launch.pictures.tables import terminal_table
 from triaxis.launch.planning.memory_text import memory_bar, memory_lines
-from triaxis.launch.planning.needs import LEFT_OUT
+from triaxis.launch.planning.pruning import LEFT_OUT
 from triaxis.launch.planning.search import WORDS, Found, Plan
 from triaxis.models.predict.step_time.estimate import PUBLISHED_OVER_PREDICTED
 

@@ -62,9 +62,7 @@ def wire_bytes(op: str, size: int, num_bytes: int) -> int:
 
 
 def tensor_parallel_calls(config: Config, sizes: ParallelSizes, layer: int) -> Iterator[Call]:
-    """Yield a layer's calls over tp; none for one rank."""
-    if sizes.tp == 1:
-        return
+    """Yield a layer's calls over tp; an axis with one rank posts none of them."""
     model, is_cut, fp8 = config.model, config.parallel.sequence_parallel, config.precision.fp8
     tokens, element = tokens_of_microbatch(config), BYTES_PER_ELEMENT[config.precision.dtype]
     gathered = 1 if fp8 is not None and fp8.gather == "fp8" and layer in fp8_layers(config) else element
@@ -92,9 +90,7 @@ def tensor_parallel_calls(config: Config, sizes: ParallelSizes, layer: int) -> I
 
 
 def context_parallel_calls(config: Config, sizes: ParallelSizes) -> Iterator[Call]:
-    """Yield the calls over cp of a layer's attention; none for one rank."""
-    if sizes.cp == 1:
-        return
+    """Yield the calls over cp of a layer's attention; an axis with one rank posts none of them."""
     model, kv_heads = config.model, local_kv_heads(config)
     tokens, element = config.train.micro_batch_size * model.seq_length, BYTES_PER_ELEMENT[config.precision.dtype]
     if not gathers_keys(config):

@@ -275,7 +275,7 @@ def tensor_parallel_wires(config: Config, sizes: ParallelSizes, layer: int = 0) 
 
 def _wires(calls: Iterable[Call], size: int) -> dict[Moment, Wire]:
     found = dict.fromkeys(get_args(Moment), Wire())
-    for call in calls:
+    for call in calls if size > 1 else ():
         found[call.moment] += Wire(wire_bytes(call.op, size, call.num_bytes), 1)
     return found
 
