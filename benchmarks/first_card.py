@@ -26,7 +26,7 @@ from benchmarks.gpu_contenders.contenders import CONTENDERS, OURS
 from benchmarks.gpu_contenders.records import append, newest, read
 from benchmarks.gpu_contenders.tables import best, one_line
 from triaxis.engine.device.gpus import CPU, CUDA, DEVICE_VARIABLE, find_gpus
-from triaxis.engine.telemetry.record.flops import known_peak
+from triaxis.engine.telemetry.record.peaks import known_peak
 
 COMMAND = "bash benchmarks/first_card.sh"
 RECORDS, ROWS, NODE = "records.jsonl", "gpu.jsonl", "node.json"

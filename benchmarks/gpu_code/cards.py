@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from triaxis.engine.kernels.fp8.products import FIRST_CAPABILITY
-from triaxis.models.predict.step_time.device import load_device
+from triaxis.models.predict.device import load_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from benchmarks.published.runs import Run, Setup, read_runs, setup_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.device import Device
 from triaxis.models.predict.rank_memory import Memo, predict
-from triaxis.models.predict.step_time.device import Device
 from triaxis.models.predict.step_time.estimate import Estimator
 from triaxis.models.predict.step_time.implementation import Implementation
 

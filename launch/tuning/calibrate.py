@@ -39,7 +39,7 @@ from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.storage.redaction import unwritable
-from triaxis.engine.telemetry.record.flops import known_peak
+from triaxis.engine.telemetry.record.peaks import known_peak
 from triaxis.launch.footprint.real import real_steps
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.predict.step_time.implementation import OURS

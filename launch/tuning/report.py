@@ -16,7 +16,8 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import counted
 from triaxis.engine.program import ROOT
 from triaxis.engine.telemetry.outlets.format import in_bytes, significant
-from triaxis.engine.telemetry.record.flops import CONVENTION, PeakRate, convention, known_peak
+from triaxis.engine.telemetry.record.flops import CONVENTION, convention
+from triaxis.engine.telemetry.record.peaks import PeakRate, known_peak
 from triaxis.launch.pictures.tables import aligned
 from triaxis.launch.tuning.layouts import Failed, LayoutResult, rank_outcomes
 from triaxis.models.specs import num_parameters

@@ -1,13 +1,14 @@
 """Price the recomputation of each part of a layer, and choose the parts whose saved memory is worth it.
 
-Cost is counted in bytes moved to and from device memory per token; a FLOP costs 1 / FLOPS_PER_BYTE bytes. The gain is the size of
-the part's tensors by the formula in `models/predict/activation_memory.py`. For a Llama-3-8B layer in bf16:
+Cost is counted in bytes moved to and from device memory per token; a FLOP costs 1 / F bytes, where F is the `flops_per_byte` of
+PRICED_ON. The gain is the size of the part's tensors by the formula in `models/predict/activation_memory.py`.
+For a Llama-3-8B layer in bf16:
 
     part         recomputed                                 cost per saved byte
     norm         input of the qkv and up projections        2
     rope         q and k after rotation                     2.1
     activation   input of the down projection               3 (GELU: 2)
-    mlp          gate and up: a GEMM                        h / FLOPS_PER_BYTE + ..
+    mlp          gate and up: a GEMM                        h / F + ..
     attention    scores and softmax                         high: a fused kernel keeps no scores, so little is saved
     whole layer  all but its input
 
@@ -25,12 +26,13 @@ from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.section import Subject
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.device import load_device
 from triaxis.models.predict.experts.memory import columns_per_token
 from triaxis.models.predict.layer_terms import block_terms, per_token
 from triaxis.models.predict.terms import Sizes, Term
 
-FLOPS_PER_BYTE = 200
-"""GEMM FLOPs in the time that one byte takes to or from memory: about 989e12 x 0.7 / 3.35e12 on an H100."""
+PRICED_ON = "H100-SXM-80GB"
+"""Device whose rates price a recomputation. It is one for all, so that a configuration recomputes the same parts everywhere."""
 
 ATTENTION, MLP = "attention", "mlp"
 """The parts with GEMMs."""
@@ -54,8 +56,13 @@ class Price:
 
     @property
     def per_byte(self) -> Fraction:
-        """Cost per saved byte, in bytes moved; FLOPs are converted by FLOPS_PER_BYTE."""
-        return (self.moved + self.flops / FLOPS_PER_BYTE) / self.saved
+        """Cost per saved byte, in bytes moved; FLOPs are converted by the rates of PRICED_ON."""
+        return _in_bytes(self.moved, self.flops) / self.saved
+
+
+def _in_bytes(moved: Fraction, flops: Fraction) -> Fraction:
+    """Compute the cost of bytes moved and of GEMM FLOPs, in bytes moved."""
+    return moved + flops / load_device(PRICED_ON).flops_per_byte
 
 
 def prices(config: Config, sizes: ParallelSizes) -> list[Price]:
@@ -167,7 +174,11 @@ def _whole_layer(config: Config, sizes: ParallelSizes) -> Fraction:
     share = {"column": Fraction(1), "row": Fraction(1), "own": at.shard}
     weights = sum(each.weights * share.get(each.kind, 0) for each in products if each.name.startswith("attention."))
     flops = 2 * (weights + at.h * activated)
-    return moved + sum(moved for moved, _ in work) + (flops + sum(flops for _, flops in work)) / FLOPS_PER_BYTE
+    return (
+        moved
+        + sum(moved for moved, _ in work)
+        + (flops + sum(flops for _, flops in work)) / load_device(PRICED_ON).flops_per_byte
+    )
 
 
 def choice_for_layers(recompute: RecomputeConfig, **choice: object) -> RecomputeConfig:

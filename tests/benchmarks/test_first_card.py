@@ -15,7 +15,7 @@ from benchmarks.gpu_contenders.contenders import CONTENDERS
 from benchmarks.gpu_contenders.records import append, failed, measured
 from tests.benchmarks.test_gpu import HERE, TOY, a_run
 from tests.documented import ROOT
-from triaxis.engine.telemetry.record.flops import known_peak
+from triaxis.engine.telemetry.record.peaks import known_peak
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from benchmarks.published import software
 from benchmarks.published.software import implementation_of
-from triaxis.models.predict.step_time.device import device_names, load_device
+from triaxis.models.predict.device import device_names, load_device
 
 
 def test_sources_find_their_software() -> None:

@@ -30,7 +30,12 @@ from triaxis.engine.storage.state_files import read_object
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.format import compact, duration
 from triaxis.engine.telemetry.outlets.table import MEMORY
-from triaxis.engine.telemetry.record.flops import attention_share, convention, cost_of_cp_imbalance, cost_of_imbalance
+from triaxis.engine.telemetry.record.flops import (
+    attention_share,
+    convention,
+    cost_of_cp_imbalance,
+    cost_of_imbalance,
+)
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.engine.telemetry.record.parameters import comparison
 

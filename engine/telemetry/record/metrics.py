@@ -14,7 +14,8 @@ from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.run.step_parts import StepPart
-from triaxis.engine.telemetry.record.flops import PeakRate, hardware_flops_per_token, known_peak, model_flops_per_token
+from triaxis.engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
+from triaxis.engine.telemetry.record.peaks import PeakRate, known_peak
 from triaxis.engine.telemetry.timing.time_split import TimeSplit
 
 OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "measured")

@@ -7,7 +7,7 @@ from pathlib import Path
 from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.storage.state_files import read_regular
-from triaxis.models.predict.step_time.device import NO_DEVICES, Device, device_names, load_device
+from triaxis.models.predict.device import NO_DEVICES, Device, device_names, load_device
 
 GPUS_PER_NODE = 8
 

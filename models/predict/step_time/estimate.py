@@ -26,10 +26,10 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import Costs, simulate
 from triaxis.models.predict.cut import Contents, Memo, StageCut
+from triaxis.models.predict.device import Device
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.state_memory import state_bytes
 from triaxis.models.predict.step_time.cluster import Cluster
-from triaxis.models.predict.step_time.device import Device
 from triaxis.models.predict.step_time.facts import Parameters, activation_bytes, element_bytes
 from triaxis.models.predict.step_time.implementation import OURS, Implementation
 from triaxis.models.predict.step_time.layer import Seconds, total

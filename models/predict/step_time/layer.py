@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.device import Device
 from triaxis.models.predict.layer_calls import Moment
-from triaxis.models.predict.step_time.device import Device
 from triaxis.models.predict.step_time.experts import ExpertWork
 from triaxis.models.predict.step_time.facts import (
     ContextParallelWires,

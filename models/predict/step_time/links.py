@@ -15,8 +15,8 @@ from typing import Any
 
 from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.layout.shard_spec import ReduceAxis
+from triaxis.models.predict.device import Device
 from triaxis.models.predict.step_time.cluster import Cluster
-from triaxis.models.predict.step_time.device import Device
 
 NETWORK_SHARE = 0.94
 """Share of an adapter's rate that is reached: 46 to 48 of 50 GB/s with NDR (NVIDIA/nccl-tests issue 290)."""

@@ -11,7 +11,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.cut import Contents, layer_sorts
-from triaxis.models.predict.step_time.device import Device
+from triaxis.models.predict.device import Device
 from triaxis.models.predict.step_time.facts import (
     Parameters,
     head_gemm,

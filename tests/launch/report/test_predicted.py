@@ -20,8 +20,8 @@ from triaxis.launch import cli
 from triaxis.launch.report.page import render
 from triaxis.launch.report.predicted import COMPONENTS_OF
 from triaxis.launch.report.record import read_run
+from triaxis.models.predict.device import device_names, load_device
 from triaxis.models.predict.step_time.cluster import cluster_of, cluster_of_devices
-from triaxis.models.predict.step_time.device import device_names, load_device
 from triaxis.models.predict.step_time.estimate import COMPONENTS, Estimator
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from triaxis.engine.device.gpus import NCCL, Gpus
-from triaxis.engine.telemetry.record.flops import known_peak
+from triaxis.engine.telemetry.record.peaks import known_peak
 from triaxis.launch.start import launcher
 from triaxis.models.predict.fit import Devices
 

@@ -12,8 +12,8 @@ from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.launch.cli import main
 from triaxis.launch.tuning import calibrate
+from triaxis.models.predict.device import load_device
 from triaxis.models.predict.step_time.cluster import Cluster
-from triaxis.models.predict.step_time.device import load_device
 from triaxis.models.predict.step_time.estimate import Estimator
 
 

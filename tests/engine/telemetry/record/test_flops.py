@@ -18,9 +18,9 @@ from triaxis.engine.telemetry.record.flops import (
     cost_of_imbalance,
     gemm_weights,
     hardware_flops_per_token,
-    known_peak,
     model_flops_per_token,
 )
+from triaxis.engine.telemetry.record.peaks import known_peak
 from triaxis.models.specs import model_specs
 
 MLA = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from triaxis.engine.errors import ConfigError
-from triaxis.models.predict.step_time import cluster, device
+from triaxis.models.predict import device
+from triaxis.models.predict.step_time import cluster
 from triaxis.models.predict.step_time.cluster import cluster_of, load_cluster
 
 SHIPPED = Path(__file__).resolve().parents[4] / "configs" / "clusters"

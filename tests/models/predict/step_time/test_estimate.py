@@ -13,8 +13,8 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import simulate
+from triaxis.models.predict.device import load_device
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
-from triaxis.models.predict.step_time.device import load_device
 from triaxis.models.predict.step_time.estimate import SIMULATED_ROUNDS, Estimator, StepTime
 from triaxis.models.predict.step_time.implementation import OURS, Implementation
 from triaxis.models.specs import num_parameters

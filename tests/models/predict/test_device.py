@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triaxis.engine.errors import ConfigError
-from triaxis.models.predict.step_time.device import device_names, load_device
+from triaxis.engine.program import ROOT
+from triaxis.models.predict.device import DEVICES, device_names, load_device
 
 H100 = load_device("H100-SXM-80GB")
 
@@ -21,6 +22,18 @@ def test_every_device_reads_and_no_rate_is_above_its_peak(name: str) -> None:
         assert 0 < row.tflops < device.peak_tflops[row.dtype] and row.source
     for attention in device.attention:
         assert 0 < attention.tflops < device.peak_tflops["bf16"] and attention.source
+
+
+def test_a_file_has_the_peaks_of_its_gpu_or_its_own(tmp_path: Path) -> None:
+    assert load_device("B200-SXM-180GB").peak_tflops == {"bf16": 2250, "fp16": 2250, "fp8": 4500}
+    assert "fp8" not in load_device("A100-SXM-80GB").peak_tflops
+    shipped = (ROOT / DEVICES / "A100-SXM-80GB.yaml").read_text()
+    mine, unknown = tmp_path / "mine.yaml", tmp_path / "unknown.yaml"
+    mine.write_text(shipped.replace("gpu: A100", "peak_tflops: {bf16: 300.0, fp16: 300.0}"))
+    assert load_device(mine).peak_tflops == {"bf16": 300, "fp16": 300}
+    unknown.write_text(shipped.replace("gpu: A100", "gpu: A1000"))
+    with pytest.raises(ConfigError, match=r"gpu = A1000 has no known peak rates. Give `peak_tflops`"):
+        load_device(unknown)
 
 
 def test_measured_products_come_out_as_measured() -> None:

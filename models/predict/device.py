@@ -22,6 +22,7 @@ from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.program import ROOT
 from triaxis.engine.storage.state_files import read_regular
+from triaxis.engine.telemetry.record.peaks import known_peak
 
 DEVICES = Path("configs/devices")
 """Folder that is searched for devices given by name."""
@@ -71,7 +72,8 @@ class Device:
     Attributes:
         memory_gb: memory size in 10^9 bytes.
         memory_gb_per_s: data-sheet bandwidth, 10^9 bytes per second.
-        peak_tflops: dense peak rate in TFLOP/s, by dtype.
+        peak_tflops: dense peak rate in TFLOP/s, by dtype. In its place, a file may name a `gpu` of
+            `engine/telemetry/record/peaks.py`.
         streaming_share: share of `memory_gb_per_s` that elementwise kernels reach.
         processors: number of processors, each of which computes one tile at a time.
         launch_us: microseconds between a kernel's end and the next kernel's start.
@@ -169,6 +171,12 @@ class Device:
         rate = self._quantised_peak(m, n, k, kind, count) * self._reached(flops, kind) * self.sustained_share
         return max(flops / rate, traffic / self.stream_bytes_per_s)
 
+    @cached_property
+    def flops_per_byte(self) -> int:
+        """GEMM FLOPs in the time in which an elementwise kernel moves one byte, for a large bf16 product; rounded."""
+        size = 2**13
+        return round(self.gemm_tflops(size, size, size) * 1e12 / self.stream_bytes_per_s)
+
     def gemm_tflops(self, m: float, n: float, k: float, dtype: str = "bf16") -> float:
         """Compute a product's rate in TFLOP/s."""
         return 2e-12 * m * n * k / self.gemm_seconds(m, n, k, dtype)
@@ -263,7 +271,7 @@ def load_device(name_or_path: str | Path) -> Device:
     """Read a device, given the name of a shipped device file without its ending, or a path that ends in .yaml.
 
     Raises:
-        ConfigError: there is no such file, or the file lacks a key.
+        ConfigError: there is no such file, the file lacks a key, or its `gpu` has no known peak rates.
     """
     path = Path(name_or_path)
     if path.suffix != ".yaml":
@@ -283,6 +291,8 @@ def load_device(name_or_path: str | Path) -> Device:
 def _read(path: Path, changed: int) -> Device:
     text = read_regular(path).decode()
     values = read_yaml(text) or {}
+    if "gpu" in values:
+        values["peak_tflops"] = _peaks_of(values.pop("gpu"), path)
     optional = {"digest", "rates_as"} | ({"gemm", "attention"} if values.get("rates_as") else set())
     missing = [name for name in Device.__dataclass_fields__ if name not in optional and name not in values]
     if missing:
@@ -303,6 +313,14 @@ def _read(path: Path, changed: int) -> Device:
         for row in values["attention"]
     )
     return Device(**values, digest=digest)
+
+
+def _peaks_of(gpu: str, path: Path) -> dict[str, float]:
+    """Look up a GPU's peak rates in TFLOP/s, by dtype."""
+    peak, in_fp8 = known_peak(gpu, "bf16"), known_peak(gpu, "bf16", in_fp8=True)
+    if peak is None:
+        raise ConfigError([f"{path}: gpu = {gpu} has no known peak rates. Give `peak_tflops`, a rate for each dtype."])
+    return {"bf16": peak.tflops, "fp16": peak.tflops} | ({} if in_fp8 is None else {"fp8": in_fp8.tflops})
 
 
 def _folder() -> Path:
