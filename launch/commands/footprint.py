@@ -194,16 +194,19 @@ def _ladder(config: Config, args: argparse.Namespace) -> int:
 
 
 def _races(config: Config, args: argparse.Namespace) -> int:
-    from triaxis.launch.footprint.races.run import check_races, config_to_check
+    from triaxis.launch.footprint.races.run import check_races, config_to_check, not_exercised
 
     begin = time.monotonic()
     config = config_to_check(config, small=not args.full_size)
     sizes = parallel_sizes(config)
     size = "its own size" if args.full_size else "a small model"
     print(f"two steps, a save and a validation of ranks of {sizes}, with {size} ...", file=sys.stderr)
-    found = check_races(Console(highlight=False, soft_wrap=True), config, args.rank)
+    console = Console(highlight=False, soft_wrap=True)
+    found, left_out = check_races(console, config, args.rank), list(not_exercised(config))
+    for line in ("not exercised:", *(f"  {each}" for each in left_out)):
+        console.print(line, markup=False)
     print(f"{time.monotonic() - begin:.1f} seconds", file=sys.stderr)
-    print_json(args, {"layout": str(sizes), "ranks": found}, args.output)
+    print_json(args, {"layout": str(sizes), "ranks": found, "not_exercised": left_out}, args.output)
     return RACES if any(rank["races"] for rank in found) else NO_RACES
 
 
