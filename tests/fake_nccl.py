@@ -77,6 +77,15 @@ class FakeNccl(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
+    def all_to_all_single(
+        self, output: Any, sent: Any, rows_received: Any, rows_sent: Any, opts: Any = None
+    ) -> "Posted":
+        self._connect([(kind, peer) for peer in range(self.size()) for kind in ("send", "recv")])
+        return self._post(lambda: [self._gloo.alltoall_base(output, sent, rows_received, rows_sent, opts)])
+
+    # Its name before torch 2.13.
+    alltoall_base = all_to_all_single
+
     # Messages --------------------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Any, peer: int, tag: int) -> "Posted | None":
@@ -101,14 +110,22 @@ class FakeNccl(dist.ProcessGroup):
         return None
 
     def _post_messages(self, messages: "Sequence[Message]") -> "Posted":
+        self._connect([(kind, peer) for kind, peer, _ in messages])
+        return self._post(lambda: [post() for *_, post in messages])
+
+    def _connect(self, ends: Sequence[tuple[str, int]]) -> None:
         self._meet("first", [str(peer) for peer in range(self.size())], str(self.rank()))
         mine, theirs = [], []
-        for kind, peer, _ in messages:
+        for kind, peer in ends:
             mirrored = "recv" if kind == "send" else "send"
             mine.append(f"{kind}/{self.rank()}/{peer}")
             theirs.append(f"{mirrored}/{peer}/{self.rank()}")
         self._meet("connect", theirs, *mine)
-        return self._post(lambda: [post() for *_, post in messages])
+
+    @property
+    def num_connections(self) -> int:
+        """How many ways, each for one peer and direction, are open."""
+        return sum(key.startswith("connect/") for key in self._open)
 
     # What only NCCL does -----------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
+
+from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.comm.runtime import RankEnvironment, Runtime, start
 from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.extension import Measure, as_ours
 from triaxis.engine.config.extension_section import with_costs
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.phases import at_phase
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
 from triaxis.engine.config.tree import Config
@@ -95,6 +100,24 @@ def join_run(
         yield rank
 
 
+def connect_exchanges(config: Config, topology: Topology) -> None:
+    """Open the connections between all pairs of ranks that exchange tensors in a step. All ranks call this.
+
+    A pair's first NCCL message blocks the host until the peer makes the mirrored call, which would be inside a step.
+    """
+    names = []
+    if config.parallel.cp > 1 and not gathers_keys(config):
+        names.append("cp")
+    if config.model.has_experts and dispatch_of(config) == "all_to_all":
+        names.append("experts")
+    for name in names:
+        axis = topology.axis(name).with_ledger(Ledger())
+        # With row counts, torch sends and receives. Without them, newer versions have another call, which may connect less.
+        rows = [1] * axis.size
+        sent = torch.zeros(axis.size, 1, device=topology.device)
+        axis.all_to_all_rows(sent, rows, rows, "connect").wait()
+
+
 @contextmanager
 def join(
     config: Config,
@@ -135,6 +158,7 @@ def join(
         has_experts=config.model.has_experts,
         timeout=timedelta(seconds=config.runtime.timeout_seconds),
     )
+    connect_exchanges(config, topology)
     yield Rank(config, resolved, runtime, topology)
     topology.close()
     runtime.close()

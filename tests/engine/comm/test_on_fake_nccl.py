@@ -1,7 +1,9 @@
 """The engine over groups that treat the host as NCCL does (`tests/fake_nccl.py`): parity, timeouts, a pipeline's first messages."""
 
 import os
+from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,36 @@ def test_every_group_has_the_timeout_of_the_config(backend: str) -> None:
     runtime = config.runtime.model_copy(update={"timeout_seconds": 77.0})
     config = config.model_copy(update={"runtime": runtime})
     assert run_ranks(timeouts, 4, config, backend=backend) == [[timedelta(seconds=77)] * 4] * 4
+
+
+EXCHANGES = Case("moe", cp=2, dp=2, ep=4, cp_method="ulysses", dispatch="all_to_all", backend=NAME)
+GATHERS = replace(EXCHANGES, cp_method="all_gather", dispatch="all_gather")
+
+
+def connections(rank: int, config: Config) -> tuple[dict[str, int], list[int]]:
+    """How many ways of each axis a rank has opened when it has joined as a command's does; sizes of its all-to-alls in order."""
+    import triaxis.launch.rank.join
+
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    triaxis.launch.rank.join.start = lambda environment, config: Runtime(torch.device("cpu"))
+    exchange, exchanged = FakeNccl.all_to_all_single, []
+
+    def noted(self: FakeNccl, *args: Any) -> Any:
+        exchanged.append(self.size())
+        return exchange(self, *args)
+
+    FakeNccl.all_to_all_single = FakeNccl.alltoall_base = noted
+    with triaxis.launch.rank.join.join(config, RankEnvironment(rank, 4, rank, 4)) as joined:
+        axes = {name: joined.topology.axis(name) for name in ("cp", "dp", "experts")}
+        assert not joined.topology.ledger.events
+        return {name: axis._backend.group.num_connections for name, axis in axes.items()}, exchanged
+
+
+def test_all_pairs_that_exchange_are_connected_before_the_first_step() -> None:
+    # Experts and dense gradients share the group of all four ranks. All ranks connect in one order.
+    pairs = {"cp": 2 * 2, "dp": 2 * 4, "experts": 2 * 4}
+    assert run_ranks(connections, 4, EXCHANGES.config(), backend=NAME) == [(pairs, [2, 4])] * 4
+    assert run_ranks(connections, 4, GATHERS.config(), backend=NAME) == [(dict.fromkeys(pairs, 0), [])] * 4
 
 
 FIRST_MESSAGE_SECONDS = 1.0
