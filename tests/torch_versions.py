@@ -156,9 +156,7 @@ WORDS = (
     Word(("all_gather_single", "all_gather_into_tensor"), _C10D, "engine/comm/backends.py"),
     Word(("reduce_scatter_single", "reduce_scatter_tensor"), _C10D, "engine/comm/backends.py"),
     Word(("_dump_nccl_trace_json", "_dump_fr_trace_json"), _PYTHON_LIBRARY, "engine/comm/runtime.py"),
-    Word(
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"), "torch/include/*/c10d/*.hpp", "engine/comm/runtime.py"
-    ),
+    Word(("TORCH_FR_BUFFER_SIZE",), "torch/include/*/c10d/FlightRecorder.hpp", "engine/comm/runtime.py"),
     Word(("TORCHINDUCTOR_COMPILE_THREADS",), "torch/_inductor/config.py", "engine/comm/runtime.py"),
     Word(("TORCHELASTIC_USE_AGENT_STORE",), "torch/distributed/elastic/agent/server/*.py", "engine/comm/runtime.py"),
     Word(("uuid",), "torch/_C/__init__.pyi", "engine/comm/placement.py"),

@@ -24,8 +24,8 @@ from triaxis.engine.device.allocator import set_up_allocator
 from triaxis.engine.device.gpus import NCCL
 from triaxis.engine.errors import TopologyError
 
-FLIGHT_RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
-"""Variables that set how many calls NCCL's flight recorder keeps: the name up to torch 2.9, and the newer one."""
+FLIGHT_RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Variables that set how many calls NCCL's flight recorder keeps. Of the second, torch 2.9 and newer warn on every rank."""
 FLIGHT_RECORDER_CALLS = "2000"
 
 CONNECT_AT_ONCE = ("NCCL_RUNTIME_CONNECT", "0")
@@ -123,16 +123,11 @@ def write_flight_record(path: Path) -> None:
             path.write_bytes(dump())
 
 
-def flight_recorder(torch_version: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Build the environment variable that starts NCCL's flight recorder.
-
-    The variable's name depends on the torch version. Return {} if the user has set either name.
-    """
-    older, newer = FLIGHT_RECORDER_VARIABLES
+def flight_recorder(variables: Mapping[str, str]) -> dict[str, str]:
+    """Build the environment variable that starts NCCL's flight recorder; {} if the user has set either name."""
     if any(variables.get(name) for name in FLIGHT_RECORDER_VARIABLES):
         return {}
-    major, minor = (int(number) for number in torch_version.split(".")[:2])
-    return {newer if (major, minor) >= (2, 10) else older: FLIGHT_RECORDER_CALLS}
+    return {FLIGHT_RECORDER_VARIABLES[0]: FLIGHT_RECORDER_CALLS}
 
 
 def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
@@ -176,7 +171,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
     assert where is not None, "a rank without a place is a bad verdict, which raises"
     if store is not None:
         if where.backend == NCCL:
-            os.environ.update(flight_recorder(torch.__version__, os.environ))
+            os.environ.update(flight_recorder(os.environ))
             os.environ.setdefault(*CONNECT_AT_ONCE)
         # No `device_id`: with it, torch makes every later group by splitting the default communicator. That needs all ranks
         # to take part, but each topology group is made by its own members alone.
