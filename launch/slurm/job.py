@@ -57,6 +57,11 @@ FINAL = {
 }
 """The job's exit codes after outcomes that no new attempt follows."""
 
+BINDING = {"SLURM_DISTRIBUTION": "--distribution=block:block", "SLURM_CPU_BIND": "--cpu-bind=cores"}
+"""srun's options that keep a task on neighbouring cores, by the variable with which a user gives another choice.
+
+Without them SLURM may spread a task over sockets, far from its GPU and from its own memory."""
+
 LONGEST_END_SECONDS = 90.0
 """Longest time for srun to end the other tasks after a bad end; then it is killed, since it waits in vain for a dead node."""
 
@@ -70,12 +75,14 @@ def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -
     Args:
         root: checkout root.
         words: config, overrides and flags.
-        variables: SLURM_CPUS_PER_TASK, and a site's TRIAXIS_SRUN, TRIAXIS_CONTAINER, TRIAXIS_CONTAINER_MOUNTS.
+        variables: SLURM_CPUS_PER_TASK, those of `BINDING`, and a site's TRIAXIS_SRUN, TRIAXIS_CONTAINER,
+            TRIAXIS_CONTAINER_MOUNTS.
     """
     # A dead rank ends the step: otherwise the others would wait for it until their timeout.
     srun = ["srun", "--kill-on-bad-exit=1"]
     if cpus := variables.get("SLURM_CPUS_PER_TASK"):
         srun.append(f"--cpus-per-task={cpus}")  # srun does not inherit it from sbatch
+        srun += [option for name, option in BINDING.items() if not variables.get(name)]
     if image := variables.get("TRIAXIS_CONTAINER"):
         mounts = [f"{folder}:{folder}" for folder in dict.fromkeys((str(root), str(Path.cwd())))]
         mounts += [variables["TRIAXIS_CONTAINER_MOUNTS"]] if variables.get("TRIAXIS_CONTAINER_MOUNTS") else []
@@ -299,6 +306,7 @@ def submit_words(
         ("output", fields.get("StdOut")),
         ("cpus-per-task", variables.get("SLURM_CPUS_PER_TASK")),
         ("gpus-per-node", variables.get("SLURM_GPUS_PER_NODE")),
+        ("mem", variables.get("SLURM_MEM_PER_NODE")),
         ("exclude", ",".join(excluded)),
     ):
         if value and value not in ("(null)", "N/A", "UNLIMITED"):

@@ -182,7 +182,8 @@ def test_the_batch_script_starts_srun_from_the_checkout(tmp_path):
         shown = run(str(submitted), *words, cwd=tmp_path, **variables, **{name: str(ROOT)})
         assert shown.returncode == 0, shown.stderr
         script = f"{ROOT}/launch/pretrain_gpt.sh"
-        given = ["--kill-on-bad-exit=1", "--cpus-per-task=6", "bash", script, *words, "cuda python load cuda python"]
+        cores = ["--cpus-per-task=6", "--distribution=block:block", "--cpu-bind=cores"]
+        given = ["--kill-on-bad-exit=1", *cores, "bash", script, *words, "cuda python load cuda python"]
         assert shown.stdout == "".join(f"<{word}>" for word in given)
     wrong = run(str(copy), *words, cwd=tmp_path, **variables | {"SLURM_TASKS_PER_NODE": "4"}, TRIAXIS_ROOT=str(ROOT))
     assert (wrong.returncode, wrong.stdout) == (2, ""), "a layout that does not fit the job starts no task"

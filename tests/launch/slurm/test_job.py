@@ -168,14 +168,33 @@ def test_the_step_of_a_site() -> None:
         "TRIAXIS_SRUN": "--mpi=none --network='a b'",
     }
     here = Path.cwd()
-    assert step_words(ROOT, ["a.yaml"], site)[2:8] == [
+    assert step_words(ROOT, ["a.yaml"], site)[2:10] == [
         "--cpus-per-task=6",
+        "--distribution=block:block",
+        "--cpu-bind=cores",
         "--container-image=image.sqsh",
         f"--container-mounts=/checkout:/checkout,{here}:{here},/data:/data:ro",
         f"--container-workdir={here}",
         "--mpi=none",
         "--network=a b",
     ]
+
+
+def test_tasks_stay_on_neighbouring_cores_unless_the_user_says_otherwise() -> None:
+    def options(**variables: str) -> list[str]:
+        words = step_words(ROOT, [], {"SLURM_CPUS_PER_TASK": "8"} | variables)
+        return words[3 : words.index("bash")]
+
+    assert options() == ["--distribution=block:block", "--cpu-bind=cores"]
+    assert options(SLURM_DISTRIBUTION="cyclic") == ["--cpu-bind=cores"]
+    assert options(SLURM_CPU_BIND="none") == ["--distribution=block:block"]
+    assert options(TRIAXIS_SRUN="--cpu-bind=none")[-1] == "--cpu-bind=none", "srun takes the last one"
+
+
+def test_a_job_has_the_memory_of_its_nodes_unless_the_user_says_otherwise() -> None:
+    script = Path(__file__).resolve().parents[3] / "launch" / "slurm" / "pretrain_gpt.sbatch"
+    assert "\n#SBATCH --mem=0\n" in script.read_text()
+    assert "--mem=4096" in submit_words(JOB, "s", [], {}, {"SLURM_MEM_PER_NODE": "4096"}, [])
 
 
 @pytest.fixture
