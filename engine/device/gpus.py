@@ -7,6 +7,7 @@ A GPU that torch cannot use is an error unless the user asked for the CPU. No ru
 only if NVIDIA's driver shows a GPU, or if the caller asks for it.
 """
 
+import platform
 import shlex
 import socket
 import warnings
@@ -64,7 +65,9 @@ def find_gpus(variables: Mapping[str, str], *, ask_torch: bool = False) -> Gpus:
     return Gpus(0, problem=why_unusable(driver, torch.__version__, torch.version.cuda, reason))
 
 
-def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: str = "") -> str:
+def why_unusable(
+    driver: Driver, torch_version: str, cuda: str | None, reason: str = "", machine: str = platform.machine()
+) -> str:
     """Explain why torch uses none of this node's GPUs, and what to do.
 
     Args:
@@ -72,9 +75,13 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
         torch_version: version of the running torch.
         cuda: CUDA version of torch's build; None for a CPU build.
         reason: torch's own warning, if any.
+        machine: this node's processor, such as "x86_64".
     """
+    # Some package indexes have only a CPU build for this processor: the script would install it again.
+    is_all = cuda is None and machine != "x86_64"
     if cuda is None:
-        needs = f"torch {torch_version} is a CPU build"
+        others = f", which is all that some package indexes have for {machine}" if is_all else ""
+        needs = f"torch {torch_version} is a CPU build{others}"
     else:
         major = int(cuda.partition(".")[0])
         first = FIRST_DRIVERS.get(major)
@@ -93,7 +100,7 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
         f"{socket.gethostname()} has {gpus} with driver {driver.version or 'of unknown version'}, and torch can use none: "
         f"{needs}{own_words}. The run would train on the CPU, many times slower. Choose one of these:\n"
         f"  TRIAXIS_PYTHON=<python>   uses a Python whose torch fits the driver, such as that of a container\n"
-        f"{install if IS_CHECKOUT else ''}"
+        f"{'' if is_all or not IS_CHECKOUT else install}"
         f"  runtime.device=cpu        trains on the CPU"
     )
 

@@ -18,6 +18,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import signal
@@ -52,6 +53,9 @@ TORCH_OF_CUDA = {12: "2.10.0"}
 
 `python -m tests.torch_versions` reads it from the wheels.
 """
+
+X86_ALONE = (12,)
+"""CUDA major versions whose builds the package index has for x86_64 alone: its torch 2.10.0 for aarch64 is a CPU build."""
 
 CUDA_GB = 2.7
 """Download size of torch 2.13.0 for CUDA 13 and its libraries, summed from the index on 2026-11-26."""
@@ -291,27 +295,30 @@ def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement)[0].lower()
 
 
-def torch_for(driver: Driver, tested: str, variables: Mapping[str, str]) -> str:
+def torch_for(driver: Driver, tested: str, variables: Mapping[str, str], machine: str = platform.machine()) -> str:
     """Choose a torch version that this driver runs.
 
     Args:
         driver: this machine's GPU driver.
         tested: version in launch/constraints.txt; also used without a GPU or with an unknown driver.
         variables: environment; GPUs that CUDA_VISIBLE_DEVICES hides do not count.
+        machine: this machine's processor, such as "x86_64".
 
     Raises:
-        BootstrapError: the driver is older than every build that pyproject.toml allows.
+        BootstrapError: the driver is older than every build that pyproject.toml allows, or than those for this processor.
     """
     if not driver.num_gpus or is_hidden(variables) or driver.runs(TESTED_CUDA) is not False:
         return tested
     for cuda_major in sorted(TORCH_OF_CUDA, reverse=True):
-        if driver.runs(cuda_major):
+        if driver.runs(cuda_major) and (machine == "x86_64" or cuda_major not in X86_ALONE):
             return TORCH_OF_CUDA[cuda_major]
-    oldest = min(TORCH_OF_CUDA)
+    is_any = machine == "x86_64"
+    oldest = min(TORCH_OF_CUDA) if is_any else TESTED_CUDA
+    which = "torch that Triaxis can use" if is_any else f"torch for CUDA that the package index has for {machine}"
     raise BootstrapError(
-        f"the driver of this machine's GPUs is {driver.version}, and every torch that Triaxis can use needs driver "
+        f"the driver of this machine's GPUs is {driver.version}, and every {which} needs driver "
         f"{FIRST_DRIVERS[oldest]} or newer (CUDA {oldest}); it would train on the CPU. Update the driver, or set TRIAXIS_PYTHON "
-        f"to a Python whose torch fits it. To train on the CPU:\n"
+        f"to a Python whose torch fits it, such as that of NVIDIA's container. To train on the CPU:\n"
         f"  CUDA_VISIBLE_DEVICES= bash {shlex.quote(str(ROOT / 'launch' / 'bootstrap.sh'))}"
     )
 

@@ -75,6 +75,14 @@ def test_a_cpu_build_and_an_unknown_cuda_are_named() -> None:
     assert "built for CUDA 99.0, which needs a driver for CUDA 99" in why_unusable(OLD, "9.0", "99.0")
 
 
+def test_a_cpu_build_on_arm_is_not_installed_again() -> None:
+    said = why_unusable(Driver("580.65.06", 4), "2.13.0", None, machine="aarch64")
+    assert "all that some package indexes have for aarch64" in said
+    assert "bootstrap.sh" not in said and "TRIAXIS_PYTHON=<python>" in said
+    assert "bootstrap.sh" in why_unusable(Driver("580.65.06", 4), "2.13.0", None, machine="x86_64")
+    assert "bootstrap.sh" in why_unusable(Driver("550.54.14", 4), "2.13.0", "13.0", machine="aarch64")
+
+
 def test_gpus_that_are_hidden_on_purpose_mean_the_cpu(node: Any) -> None:
     node(OLD, 0)
     hidden = find_gpus({"CUDA_VISIBLE_DEVICES": ""})

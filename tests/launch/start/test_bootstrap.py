@@ -281,7 +281,7 @@ def test_ci_installs_what_it_calls_tested():
     ],
 )
 def test_a_torch_that_the_driver_runs(version, num_gpus, torch):
-    assert torch_for(Driver(version, num_gpus), "2.13.0", {}) == torch
+    assert torch_for(Driver(version, num_gpus), "2.13.0", {}, "x86_64") == torch
 
 
 CPU, CUDA = "torch==2.13.0+cpu", "torch===2.13.0"
@@ -311,6 +311,14 @@ def test_a_driver_that_no_torch_runs_on_says_what_to_do():
     with pytest.raises(BootstrapError, match=r"is 470\.57\.02.*driver 525 or newer.*TRIAXIS_PYTHON"):
         torch_for(old, "2.13.0", {})
     assert torch_for(old, "2.13.0", {"CUDA_VISIBLE_DEVICES": ""}) == "2.13.0"
+
+
+def test_no_cpu_build_is_taken_for_the_gpus_of_an_arm_machine() -> None:
+    assert torch_for(Driver("580.65.06", 4), "2.13.0", {}, "aarch64") == "2.13.0"
+    with pytest.raises(
+        BootstrapError, match=r"the package index has for aarch64 needs driver 580 .*NVIDIA's container"
+    ):
+        torch_for(Driver("550.54.14", 4), "2.13.0", {}, "aarch64")
 
 
 def test_what_is_there_is_not_constrained(checkout, tmp_path, monkeypatch):
