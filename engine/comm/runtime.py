@@ -218,7 +218,6 @@ def _take(environment: RankEnvironment, config: RuntimeConfig) -> Place:
             f"torch {torch.__version__} on {socket.gethostname()} has no NCCL, and ranks on GPUs would have nothing to talk "
             f"through. Use a CUDA build of torch, or, slowly, runtime.collectives=gloo."
         )
-    set_up_allocator(config, os.environ)
     try:
         torch.cuda.set_device(where.device)
     except RuntimeError as error:
@@ -226,6 +225,7 @@ def _take(environment: RankEnvironment, config: RuntimeConfig) -> Place:
             f"{socket.gethostname()}: this rank cannot use {where.device}: {str(error).splitlines()[0]}. Another process may hold "
             f"the GPU alone, or it is broken: see nvidia-smi."
         ) from error
+    set_up_allocator(config, os.environ, where.device)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -1,5 +1,6 @@
 """Configures torch's CUDA allocator at startup, and counts how often it ran short of memory."""
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 
@@ -12,19 +13,45 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 
 def set_up_allocator(
-    config: RuntimeConfig, variables: Mapping[str, str], apply: Callable[[str], None] | None = None
+    config: RuntimeConfig,
+    variables: Mapping[str, str],
+    device: torch.device,
+    apply: Callable[[str], None] | None = None,
+    allocate: Callable[[torch.device], object] | None = None,
 ) -> None:
-    """Turn on torch's expandable CUDA segments if the config asks for them.
+    """Turn on torch's expandable CUDA segments if the config asks for them and this node has them.
 
+    With such segments, torch 2.13's first allocation ends with an error where the driver knows nothing about NVLink fabrics
+    (pytorch issue 186374). So one is tried here, and after an error the segments are turned off and a line is printed.
     An environment variable that configures the allocator takes precedence. Call this function before the first tensor is created.
 
     Args:
         config: the run's runtime section.
         variables: the environment.
+        device: this rank's device.
         apply: function that passes settings to the allocator; None: torch's own.
+        allocate: function that allocates memory on a device; None: torch's.
     """
-    if config.expandable_segments and not any(variables.get(name) for name in ALLOCATOR_VARIABLES):
-        (apply or _to_the_allocator)("expandable_segments:True")
+    if not config.expandable_segments or any(variables.get(name) for name in ALLOCATOR_VARIABLES):
+        return
+    apply = apply or _to_the_allocator
+    apply("expandable_segments:True")
+    try:
+        (allocate or _allocate)(device)
+    except torch.OutOfMemoryError:
+        return  # the next allocation reports it, with what holds the memory
+    except RuntimeError as error:
+        apply("expandable_segments:False")
+        print(
+            f"note: {device} has no expandable segments: the first allocation with them failed ({str(error).splitlines()[0]}). The "
+            "run goes on without them, and may lose more memory to fragmentation. A newer driver or torch may have them; "
+            "runtime.expandable_segments=false leaves this trial out.",
+            file=sys.stderr,
+        )
+
+
+def _allocate(device: torch.device) -> None:
+    torch.empty(1, device=device)
 
 
 def _to_the_allocator(settings: str) -> None:

@@ -235,7 +235,7 @@ def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> 
 
     device = place(config.runtime, 0, os.environ).device
     if device.type == "cuda":
-        set_up_allocator(config.runtime, os.environ)
+        set_up_allocator(config.runtime, os.environ, device)
     print(f"{1 + REAL_STEPS} steps of rank {rank} on {device} ...", file=sys.stderr)
     real = real_steps(config, rank, build_chunks, device, num_steps=REAL_STEPS)
     table = _table(f"on {_device_name(device)}, as if the network took no time", "what", "measured", "counted above")
