@@ -15,15 +15,16 @@ device. After a failure, that wait might never end.
 
 import atexit
 import mmap
-import resource
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import psutil
 import torch
 
+from triaxis.engine.device.host_memory import host_memory_bytes
 from triaxis.engine.errors import OutOfMemoryError
 
 PAGE_BYTES = 4096
@@ -287,13 +288,13 @@ def _not_mapped(num_bytes: int, purpose: Purpose, error: OSError) -> str:
 
 
 def _not_locked(num_bytes: int, purpose: Purpose, error: OSError) -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    allowed = "unlimited bytes" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
+    free = psutil.virtual_memory().available
     return (
         f"{_amount(num_bytes)} of host memory for {purpose.name} could not be page-locked: {error}. A GPU copies to other memory "
-        f"only while the host waits, so training would stop for each copy. This process may lock {allowed} (ulimit -l), as far as "
-        "the node has them free. Raise the limit (ulimit -l unlimited; in a container: --ulimit memlock=-1), free memory of the "
-        f"node, or {purpose.instead}."
+        "only while the host waits, so training would stop for each copy. CUDA can lock memory only up to what is free on the node "
+        f"({free / 2**30:.1f} GiB) and what the job's container or cgroup may hold ({host_memory_bytes() / 2**30:.1f} GiB); "
+        "ulimit -l does not count here. Give the job more memory (SLURM: --mem=0; docker: --memory; Kubernetes: "
+        f"resources.limits.memory), free memory of the node, or {purpose.instead}."
     )
 
 

@@ -4,7 +4,7 @@ import subprocess
 from collections.abc import Mapping
 
 from triaxis.engine.config.section import Rule
-from triaxis.launch.start.host_memory import host_memory_bytes
+from triaxis.engine.device.host_memory import host_memory_bytes
 from triaxis.models.predict.fit import Devices, host_rule, memory_rule
 
 QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")

@@ -32,6 +32,7 @@ from triaxis.engine.config.tree import Config, require_legal
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
 from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.device.gpus import BACKEND_VARIABLE, CPU, CUDA, DEVICE_VARIABLE, NCCL, find_gpus
+from triaxis.engine.device.host_memory import kernel_kills
 from triaxis.engine.errors import ExitCode, TopologyError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.program import ROOT, triaxis
@@ -39,7 +40,6 @@ from triaxis.engine.run.directory import RunDirectory, run_name
 from triaxis.engine.run.entries import LOGS
 from triaxis.engine.telemetry.outlets.format import wrapped
 from triaxis.launch.start.gpu_memory import read_devices
-from triaxis.launch.start.host_memory import kernel_kills
 from triaxis.launch.start.import_path import import_variables
 from triaxis.launch.start.open_files import allow_open_files
 from triaxis.launch.start.other_launchers import without_other_launchers

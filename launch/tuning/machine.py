@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from triaxis.engine.device.host_memory import host_memory_bytes
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.rank_rules import MOST_RANKS
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.start.gpu_memory import read_devices
-from triaxis.launch.start.host_memory import host_memory_bytes
 from triaxis.models.predict.rank_memory import GB
 
 GPUS_PER_NODE = 8

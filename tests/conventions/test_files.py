@@ -103,7 +103,7 @@ OWN_TEXT = {
     "launch/start/bootstrap.py": "files of this checkout; it imports nothing of ours",
     "launch/tuning/calibrate.py": "seconds that its own process has written",
     "launch/tuning/layouts.py": "the log of a run that it has started",
-    "launch/start/host_memory.py": "/sys",
+    "engine/device/host_memory.py": "/sys",
     "launch/tuning/report.py": "/proc",
     "launch/verify/run.py": "records of its own runs",
     "launch/verify/verdict/records.py": "records of its own runs",

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.page_locked import is_page_locked
+from triaxis.engine.device import pinned_memory
 from triaxis.engine.device.pinned_memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
@@ -128,7 +129,9 @@ def test_locked_pages_stay_mapped_when_nobody_holds_them_and_the_device_is_not_w
     assert [call for call, _, _ in driver.calls] == ["register"] * 4 + ["synchronize", "unregister"]
 
 
-def test_what_the_driver_refuses_is_explained() -> None:
+def test_what_the_driver_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the job's cgroup, and not `ulimit -l`, is what cudaHostRegister is bound by."""
+    monkeypatch.setattr(pinned_memory, "host_memory_bytes", lambda: 3 * 2**30)
     driver = RecordingDriver(code=2)
     with pytest.raises(OutOfMemoryError) as raised:
         PinnedBuffer([(3 * 2**18, torch.float32)], CudaPageLock(driver), PURPOSE)
@@ -136,7 +139,8 @@ def test_what_the_driver_refuses_is_explained() -> None:
     for words in (
         "3,145,728 bytes (0.0 GiB) of host memory for a test's copies could not be page-locked",
         "cudaHostRegister: error text of 2 (2)",
-        "ulimit -l",
+        "container or cgroup may hold (3.0 GiB)",
+        "SLURM: --mem=0",
         "or test less",
     ):
         assert words in text

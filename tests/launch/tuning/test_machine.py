@@ -6,9 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from triaxis.engine.device.host_memory import host_memory_bytes
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.start.gpu_memory import MIB
-from triaxis.launch.start.host_memory import host_memory_bytes
 from triaxis.launch.tuning.machine import RESIDENT_BYTES, this_machine, written_machine
 from triaxis.models.predict.rank_memory import GB
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.start.process.test_failure import START_SECONDS, failure, write_log
-from triaxis.launch.start.host_memory import kernel_kills
+from triaxis.engine.device.host_memory import kernel_kills
 from triaxis.launch.start.process.failure import describe
 from triaxis.launch.start.process.named_causes import (
     BUS_ERROR,
