@@ -18,8 +18,9 @@ from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.telemetry.outlets.format import gigabytes, significant
 from triaxis.launch.pictures.tables import terminal_table
+from triaxis.models.predict.changes import Changes
 from triaxis.models.predict.fit import uses_nccl
-from triaxis.models.predict.rank_memory import GB, KINDS, Changes, Memory, predict
+from triaxis.models.predict.rank_memory import GB, KINDS, Memory, predict
 from triaxis.models.predict.step_time.cluster import GPUS_PER_NODE, Cluster, cluster_of, devices_with_links
 from triaxis.models.predict.step_time.estimate import Estimator
 

@@ -1,6 +1,6 @@
 """List the legal layouts of a run on a cluster: the candidates for a search (`launch/planning/search.py`).
 
-Sizes come first, and what breaks a rule about sizes alone is left out at once:
+Sizes come first (`models/predict/axis_sizes.py`), and what breaks a rule about sizes alone is left out at once:
 
     tp x cp x pp x dp x ep x etp, sequence parallelism  ->  rules  ->  micro batch x (chunks, schedule, layers per stage)
 
@@ -10,6 +10,7 @@ No rule reads both a micro batch and stages, so each is checked alone.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Literal
 
@@ -29,6 +30,7 @@ from triaxis.engine.config.sizes import LIMITS, TOKENS_IN_FP8
 from triaxis.engine.config.training import batch_is_whole_microbatches, microbatches_can_be_listed
 from triaxis.engine.config.tree import RULES, Config, broken_keys
 from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.axis_sizes import in_all_sizes
 from triaxis.models.predict.cut import Memo
 from triaxis.models.predict.step_time.cluster import Cluster
 
@@ -87,91 +89,78 @@ class Block:
         by_chunks = sorted(self.stages, key=lambda each: each[0])
         return list({name: (vpp, name, cut) for vpp, name, cut in by_chunks}.values())
 
-    def layout(self, micro: int, stages: Stages) -> tuple[Config, ParallelSizes]:
-        """Build the run in one of these layouts."""
+    def run(self, micro: int, stages: Stages) -> Config:
+        """Build the run's configuration in one of these layouts."""
         vpp, name, cut = stages
         whole = self.config
-        trial = whole.model_copy(
+        return whole.model_copy(
             update={
                 "parallel": whole.parallel.model_copy(update={"vpp": vpp, "layers_per_stage": cut}),
                 "schedule": whole.schedule.model_copy(update={"name": name}),
                 "train": whole.train.model_copy(update={"micro_batch_size": micro}),
             }
         )
+
+    def layout(self, micro: int, stages: Stages) -> tuple[Config, ParallelSizes]:
+        """Build the run in one of these layouts, which must be legal, and its sizes."""
+        trial = self.run(micro, stages)
         return trial, parallel_sizes(trial)
 
 
-def legal_layouts(config: Config, cluster: Cluster, illegal: Counter[str]) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the run in every legal layout on all of a cluster's devices; the arguments are those of `blocks`."""
-    for block in blocks(config, cluster, illegal):
+def legal_layouts(config: Config, cluster: Cluster) -> Iterator[tuple[Config, ParallelSizes]]:
+    """Yield the run in every legal layout on all of a cluster's devices, without recomputation."""
+    for block in blocks(config, cluster):
         yield from (block.layout(micro, stages) for micro, stages in product(block.micro_batches, block.stages))
 
 
-def blocks(config: Config, cluster: Cluster, illegal: Counter[str]) -> Iterator[Block]:
-    """Yield the legal layouts of a run on all of a cluster's devices, without recomputation, by their axes' sizes.
+def blocks(config: Config, cluster: Cluster) -> Iterator[Block]:
+    """Yield the legal layouts of a run on all of a cluster's devices, without recomputation, by their axes' sizes."""
+    for block in _all_blocks(config, cluster):
+        if len(legal := _legal_part(block, cluster)):
+            yield legal
 
-    Illegal layouts are counted in `illegal`, by the field whose rule they break.
-    """
-    n, per_node, memo = cluster.num_gpus, cluster.gpus_per_node, Memo()
-    runtime = config.runtime.model_copy(update={"ranks_per_node": per_node})
+
+def broken_fields(config: Config, cluster: Cluster) -> Counter[str]:
+    """Count the sizes of axes that break a rule, by the rule's field."""
+    firsts = (block.run(block.micro_batches[0], block.stages[0]) for block in _all_blocks(config, cluster))
+    broken = (broken_keys(Subject(first, cluster.num_gpus, cluster.gpus_per_node), RULES) for first in firsts)
+    return Counter(key for keys in broken for key in {key for _, key in keys})
+
+
+def _all_blocks(config: Config, cluster: Cluster) -> Iterator[Block]:
+    """Yield the layouts of a run on all of a cluster's devices, illegal ones too."""
+    runtime = config.runtime.model_copy(update={"ranks_per_node": cluster.gpus_per_node})
     config = config.model_copy(update={"recompute": RecomputeConfig(), "runtime": runtime})
-    of_pp = {pp: list(_stages(config, pp, memo)) for pp in divisors(n, 1) if pp <= config.model.num_layers}
-    for tp, cp, pp in product(divisors(per_node, 1), divisors(n, 1), of_pp):
-        dp, rest = divmod(n, tp * cp * pp)
-        if rest:
-            continue
-        if config.train.global_batch_size % dp:
-            illegal["train.global_batch_size"] += 1
-            continue
-        micros = _micro_batches(config, dp, cp)
-        for is_cut, (ep, etp) in product((True, False) if tp > 1 else (False,), _expert_cuts(config, tp, cp * dp)):
-            axes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "sequence_parallel": is_cut, "ep": ep, "etp": etp}
-            whole = config.model_copy(update={"parallel": config.parallel.model_copy(update=axes)})
-            block = _legal_part(Block(whole, micros, of_pp[pp]), cluster, illegal)
-            if len(block):
-                yield block
+    memo = Memo()
+    stages = cache(lambda pp: list(_stages(config, pp, memo)))
+    for whole in in_all_sizes(config, cluster.num_gpus, cluster.gpus_per_node):
+        yield Block(whole, _micro_batches(whole), stages(whole.parallel.pp))
 
 
-def _legal_part(block: Block, cluster: Cluster, illegal: Counter[str]) -> Block:
-    """Return the block without its illegal layouts, which are counted in `illegal`."""
+def _legal_part(block: Block, cluster: Cluster) -> Block:
+    """Return the block without its illegal layouts."""
+    micro, stages = block.micro_batches[0], block.stages[0]
 
-    def broken(trial: Config, rules: Sequence[Rule]) -> str | None:
-        found = broken_keys(Subject(trial, cluster.num_gpus, cluster.gpus_per_node), rules)
-        return min((key for _, key in found), default=None)
+    def keeps(rules: Sequence[Rule], micro: int = micro, stages: Stages = stages) -> bool:
+        return not broken_keys(Subject(block.run(micro, stages), cluster.num_gpus, cluster.gpus_per_node), rules)
 
-    micros, stages = block.micro_batches, block.stages
-    first = block.layout(micros[0], stages[0])[0]
-    if key := broken(first, RULES_OF_SIZES):
-        illegal[key] += len(block)
+    if not keeps(RULES_OF_SIZES):
         return replace(block, stages=())
-    of_micro = {each: broken(block.layout(each, stages[0])[0], RULES_OF_MICRO_BATCHES) for each in micros}
-    of_stages = {each: broken(block.layout(micros[0], each)[0], RULES_OF_STAGES) for each in stages}
-    for one, other in product(of_micro.values(), of_stages.values()):
-        if key := one or other:
-            illegal[key] += 1
     return replace(
         block,
-        micro_batches=[each for each, key in of_micro.items() if key is None],
-        stages=[each for each, key in of_stages.items() if key is None],
+        micro_batches=[each for each in block.micro_batches if keeps(RULES_OF_MICRO_BATCHES, micro=each)],
+        stages=[each for each in block.stages if keeps(RULES_OF_STAGES, stages=each)],
     )
 
 
-def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
-    """List the pairs (ep, etp) whose product divides a stage's tp x `others` ranks, where `others` is cp x dp.
+def _micro_batches(config: Config) -> list[int]:
+    """List the micro batch sizes that divide a pipeline's samples per step and have at most `MOST_TOKENS` tokens per rank.
 
-    Only then do the ranks of a stage hold whole sets of experts. A dense model has (1, 1) alone.
+    The size is 1 alone if pipelines have unequally many samples, which breaks a rule.
     """
-    moe = config.model.moe
-    if moe is None:
-        return [(1, 1)]
-    cuts = product(divisors(moe.num_experts, 1), dict.fromkeys((1, tp)))
-    return [(ep, etp) for ep, etp in cuts if tp * others % (ep * etp) == 0]
-
-
-def _micro_batches(config: Config, dp: int, cp: int) -> list[int]:
-    """List the micro batch sizes that divide a pipeline's samples per step and have at most `MOST_TOKENS` tokens per rank."""
-    most = max(1, MOST_TOKENS * cp // config.model.seq_length)
-    return [size for size in divisors(config.train.global_batch_size // dp, 1) if size <= most]
+    samples, rest = divmod(config.train.global_batch_size, config.parallel.dp or 1)
+    most = max(1, MOST_TOKENS * config.parallel.cp // config.model.seq_length)
+    return [1] if rest else [size for size in divisors(samples, 1) if size <= most]
 
 
 def _stages(config: Config, pp: int, memo: Memo) -> Iterator[Stages]:

@@ -17,7 +17,6 @@ found once, with the recomputation and ZeRO stage that are fastest of those that
 
 import heapq
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -33,7 +32,7 @@ from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import model_flops_per_token
-from triaxis.launch.planning.legal_layouts import Block, blocks, legal_layouts
+from triaxis.launch.planning.legal_layouts import Block, blocks, broken_fields, legal_layouts
 from triaxis.launch.planning.pruning import LEAST_AGAIN, likely, share_recomputed
 from triaxis.launch.tuning.choose_layout import MARGIN
 from triaxis.models.predict.cut import Memo
@@ -105,7 +104,6 @@ class Plan:
         expert_load: assumed rows for the slowest rank's experts, over the mean rank's rows.
         margin_bytes: memory per device that stays free in addition to the share `MARGIN`.
         found: layouts that fit, by predicted step time, fastest first.
-        illegal: number of illegal layouts, by the field whose rule they break.
         too_large: reasons why layouts do not fit, by layout in words.
         num_too_large: number of layouts that came up in the search and do not fit; it includes those ruled out without a
             prediction, because the same layout with a smaller microbatch does not fit.
@@ -118,7 +116,6 @@ class Plan:
     expert_load: float = 1.0
     margin_bytes: int = 0
     found: list[Found] = field(default_factory=list)
-    illegal: Counter[str] = field(default_factory=Counter)
     too_large: dict[str, str] = field(default_factory=dict)
     num_too_large: int = 0
     num_legal: int = 0
@@ -224,13 +221,14 @@ def search(
                 "smaller one."
             ]
         )
-    first = next(legal_layouts(config, cluster, Counter()), None)
+    first = next(legal_layouts(config, cluster), None)
     # Accurate enough to order all layouts; each of the fastest is then measured.
     config = config if first is None else with_costs(config, measure(*first))
-    groups = list(blocks(config, cluster, plan.illegal))
+    groups = list(blocks(config, cluster))
     plan.num_legal = sum(map(len, groups))
     if not groups:
-        broken = ", ".join(f"{key} ({number:,} layouts)" for key, number in plan.illegal.most_common(5))
+        fields = broken_fields(config, cluster).most_common(5)
+        broken = ", ".join(f"{key} ({number:,} layouts)" for key, number in fields)
         raise ConfigError(
             [
                 f"no layout on {counted(cluster.num_gpus, 'device')} is legal. Fields that break rules: {broken}. "

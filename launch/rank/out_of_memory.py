@@ -24,7 +24,8 @@ from triaxis.engine.step import Engine
 from triaxis.engine.telemetry.observer import peak_memory_bytes
 from triaxis.engine.telemetry.outlets.format import in_bytes
 from triaxis.launch.rank.memory_errors import MemoryPlace, exhausted
-from triaxis.models.predict.rank_memory import Memory, predict, savings
+from triaxis.models.predict.changes import savings
+from triaxis.models.predict.rank_memory import Memory, predict
 
 MOST_NAMED = 6
 
@@ -85,7 +86,9 @@ def explained(
     found = list(islice(savings(config, at.pp, nccl=nccl, most_bytes=card), MOST_NAMED))
     if found:
         lines.append("Any of these makes the prediction for this rank smaller:")
-        lines += [f"  {saving}: {in_bytes(predicted.total - saving.total)} less" for saving in found]
+        lines += [
+            f"  {saving}: {in_bytes(predicted.total - saving.memory.ranks[at.pp].total)} less" for saving in found
+        ]
     else:
         lines.append(
             "No smaller layout is legal and fits with these ranks: use more of them, a shorter sequence or a smaller model."

@@ -4,7 +4,7 @@
 
 The smallest model-parallel size that fits is chosen, since it communicates least.
 
-    tp              a power of two that divides a node's ranks; with sequence parallelism where legal
+    tp              a divisor of a node's ranks; with sequence parallelism where legal
     ep              1 for a model without experts; tokens are dispatched by all-to-all if ep > 1
     dp              the number of remaining ranks
     recomputation   what `recompute.granularity=auto` finds for each layout
@@ -15,16 +15,18 @@ MARGIN of the memory stays free.
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from math import floor
 
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Subject, divisors, with_value
+from triaxis.engine.config.section import Subject, with_value
 from triaxis.engine.config.tree import RULES, Config, broken_keys, require_legal
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.tuning.machine import GPUS_PER_NODE, Machine, gpus
+from triaxis.models.predict.axis_sizes import in_all_sizes
 from triaxis.models.predict.communicators import communicator_bytes
 from triaxis.models.predict.rank_memory import GB, Memory, Prediction, predict, resolve_recompute
 from triaxis.models.predict.recompute_choice import candidates
@@ -65,8 +67,8 @@ def choose_layout(config: Config, machine: Machine, kept: Collection[str] = ()) 
     """Choose the layout for a run on all ranks of a machine.
 
     Args:
-        config: the run; the sizes in `parallel`, and `recompute`, are replaced. Each pipeline's number of microbatches per
-            step is rounded to four significant bits, and is at least pp. The microbatch size may be doubled.
+        config: the run; tp, pp, ep, dp, sequence parallelism and `recompute` are replaced. Each pipeline's number of microbatches
+            per step is rounded to four significant bits, and is at least pp. The microbatch size may be doubled.
         machine: the ranks and their memory.
         kept: batch sizes in `train` that stay as they are: `global_batch_size`, `micro_batch_size`.
 
@@ -74,12 +76,12 @@ def choose_layout(config: Config, machine: Machine, kept: Collection[str] = ()) 
         ConfigError: the config breaks a rule even with tp=1 and pp=1, or no layout fits. If none fits, the message names the layout
             that needs least memory.
     """
-    alone = _with_layout(config, machine, kept, tp=1, pp=1, sequence_parallel=False)
+    alone = next(_layouts(config, machine, kept))
     require_legal(alone, "the run with tp=1 pp=1", machine.num_ranks, machine.ranks_per_node)
     usable_bytes = floor(machine.memory_bytes * (1 - MARGIN))
     too_large: list[_Least] = []
-    for size in _model_sizes(config, machine):
-        least = [_Least.of(trial, machine) for trial in legal_layouts(config, machine, size, kept)]
+    for _, trials in groupby(legal_layouts(config, machine, kept), model_size):
+        least = [_Least.of(trial, machine) for trial in trials]
         found = [one for each in least if (one := _fit(each, machine, usable_bytes)) is not None]
         if found:
             best = min(found, key=lambda one: (_WEIGHT[one.recompute.granularity], one.sizes.pp, one.sizes.tp))
@@ -98,11 +100,10 @@ def stage_without_recomputation(chosen: ChosenLayout, machine: Machine) -> tuple
     sizes, config = chosen.sizes, chosen.config
     if config.model.has_experts or (sizes.tp * sizes.pp == 1 and not chosen.recompute.is_any):
         return None
-    config = with_value(config, "train.micro_batch_size", 1)
-    alone = _with_layout(config, machine, (), tp=1, pp=1, sequence_parallel=False)
+    alone = next(_layouts(with_value(config, "train.micro_batch_size", 1), machine))
     for zero in (2, 3):
         trial = with_value(alone, "parallel.zero", zero)
-        if broken_keys(Subject(trial, machine.num_ranks, machine.ranks_per_node), RULES):
+        if not _is_legal(trial, machine):
             continue
         held = predict(trial, parallel_sizes(trial), nccl=machine.is_gpu).fullest
         if held.total <= chosen.usable_bytes:
@@ -110,69 +111,45 @@ def stage_without_recomputation(chosen: ChosenLayout, machine: Machine) -> tuple
     return None
 
 
-def legal_layouts(config: Config, machine: Machine, size: int, kept: Collection[str] = ()) -> Iterator[Config]:
-    """Yield the run in every legal layout with tp x pp x ep = `size`. The other arguments are those of `choose_layout`.
+def legal_layouts(config: Config, machine: Machine, kept: Collection[str] = ()) -> Iterator[Config]:
+    """Yield the run in every legal layout, the smallest tp x pp x ep first; the arguments are those of `choose_layout`.
 
     With tp > 1, a layout has sequence parallelism unless only plain tp is legal.
     """
-    for tp, pp, ep in _model_cuts(config, machine):
-        if tp * pp * ep != size:
-            continue
-        for sequence_parallel in (True, False) if tp > 1 else (False,):
-            trial = _with_layout(config, machine, kept, tp=tp, pp=pp, ep=ep, sequence_parallel=sequence_parallel)
-            if not broken_keys(Subject(trial, machine.num_ranks, machine.ranks_per_node), RULES):
-                yield trial
-                break
+    found = set[ParallelSizes]()
+    for trial in sorted(_layouts(config, machine, kept), key=model_size):
+        if (sizes := parallel_sizes(trial)) not in found and _is_legal(trial, machine):
+            found.add(sizes)
+            yield trial
 
 
-def _model_cuts(config: Config, machine: Machine) -> list[tuple[int, int, int]]:
-    """List each (tp, pp, ep) that divides the machine's ranks and the model's experts evenly."""
-    moe, num_ranks = config.model.moe, machine.num_ranks
-    eps = [1] if moe is None else [ep for ep in divisors(num_ranks, 1) if moe.num_experts % ep == 0]
-    tps = [2**power for power in range(machine.ranks_per_node.bit_length())]
-    return [
-        (tp, pp, ep)
-        for tp in tps
-        if machine.ranks_per_node % tp == 0
-        for pp in divisors(num_ranks, 1)
-        if num_ranks % (tp * pp) == 0
-        for ep in eps
-        if num_ranks // pp % ep == 0
-    ]
+def _is_legal(config: Config, machine: Machine) -> bool:
+    return not broken_keys(Subject(config, machine.num_ranks, machine.ranks_per_node), RULES)
 
 
-def _model_sizes(config: Config, machine: Machine) -> list[int]:
-    """List tp x pp x ep, smallest first, of layouts that divide ranks and experts evenly.
-
-    Some layouts may not be legal.
-    """
-    return sorted({tp * pp * ep for tp, pp, ep in _model_cuts(config, machine)})
+def model_size(config: Config) -> int:
+    """Count the ranks of a layout that hold different parts of the model: tp x pp x ep."""
+    return config.parallel.tp * config.parallel.pp * config.parallel.ep
 
 
-def _with_layout(
-    config: Config, machine: Machine, kept: Collection[str], *, tp: int, pp: int, sequence_parallel: bool, ep: int = 1
-) -> Config:
-    """Build the run's configuration in a layout, without recomputation. The global batch is rounded as in `choose_layout`."""
-    dp = machine.num_ranks // (tp * pp)
-    batch, each = config.train.global_batch_size, config.train.micro_batch_size * dp
+def _layouts(config: Config, machine: Machine, kept: Collection[str] = ()) -> Iterator[Config]:
+    """Yield the run in every layout without recomputation, tp=1 and pp=1 first; some break rules."""
+    runtime = config.runtime.model_copy(update={"ranks_per_node": machine.ranks_per_node})
+    config = config.model_copy(update={"recompute": RecomputeConfig(), "runtime": runtime})
+    sized = in_all_sizes(config, machine.num_ranks, machine.ranks_per_node, ("tp", "pp", "ep", "sequence_parallel"))
+    return (_adapted(each, kept) for each in sized)
+
+
+def _adapted(config: Config, kept: Collection[str]) -> Config:
+    """Set what follows from a layout's sizes: a global batch of whole microbatches, the experts' dispatch, what FP8 gathers."""
+    parallel, train, fp8 = config.parallel, config.train, config.precision.fp8
     if "global_batch_size" not in kept:
-        batch = max(pp, four_digits(batch / each)) * each
-    layout: dict[str, object] = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": 1}
-    layout |= {"sequence_parallel": sequence_parallel, "layers_per_stage": None}
-    dispatch = "all_to_all" if ep > 1 else "auto"
-    precision, fp8 = config.precision, config.precision.fp8
-    if fp8 is not None and not sequence_parallel:
-        precision = precision.model_copy(update={"fp8": fp8.model_copy(update={"gather": "bf16"})})
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=layout),
-            "kernels": config.kernels.model_copy(update={"dispatch": dispatch}),
-            "precision": precision,
-            "recompute": RecomputeConfig(),
-            "train": config.train.model_copy(update={"global_batch_size": batch}),
-            "runtime": config.runtime.model_copy(update={"ranks_per_node": machine.ranks_per_node}),
-        }
-    )
+        each = train.micro_batch_size * (parallel.dp or 1)
+        batch = max(parallel.pp, four_digits(train.global_batch_size / each)) * each
+        config = with_value(config, "train.global_batch_size", batch)
+    if fp8 is not None and not parallel.sequence_parallel:
+        config = with_value(config, "precision.fp8.gather", "bf16")
+    return with_value(config, "kernels.dispatch", "all_to_all" if parallel.ep > 1 else "auto")
 
 
 def four_digits(number: float) -> int:
@@ -229,8 +206,7 @@ def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenL
         return chosen
     if sizes.pp - 1 > MOST_BUBBLE * num_microbatches:
         return chosen
-    larger_train = train.model_copy(update={"micro_batch_size": size})
-    trial = chosen.config.model_copy(update={"train": larger_train, "recompute": RecomputeConfig()})
+    trial = with_value(with_value(chosen.config, "train.micro_batch_size", size), "recompute", RecomputeConfig())
     larger = _fit(_Least.of(trial, machine), machine, chosen.usable_bytes)
     if larger is None or larger.recompute != chosen.recompute:
         return chosen
@@ -267,8 +243,7 @@ def _enough_gpus(config: Config, machine: Machine, kept: Collection[str], usable
             continue
         larger = gpus(count, machine.memory_bytes)
         # From the largest model-parallel size down: the largest holds least.
-        for size in reversed(_model_sizes(config, larger)):
-            trials = legal_layouts(config, larger, size, kept)
-            if any(_Least.of(trial, larger).held.total <= usable_bytes for trial in trials):
-                return count
+        trials = reversed(list(legal_layouts(config, larger, kept)))
+        if any(_Least.of(trial, larger).held.total <= usable_bytes for trial in trials):
+            return count
     return None

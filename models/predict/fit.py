@@ -1,27 +1,23 @@
-"""State whether a run fits its devices' memory, reject one that does not, and propose changes with which it fits.
+"""State whether a run fits its devices' memory, and reject one that does not with changes after which it does.
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
                                 ->  memory_rule    one more rule for `triaxis.engine.config.tree.problems`, if the device is known
                                                        |
                                        the other rules run first: without a legal layout there is no prediction
 
-Each proposal is applied to the config, then all rules and the prediction run again. So every proposal is legal and fits every rank.
+The changes come from `models/predict/changes.py`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Problem, Rule, Subject, divisors, with_value
+from triaxis.engine.config.section import Problem, Rule, Subject
 from triaxis.engine.config.tree import RULES, Config, broken_keys, is_whole
 from triaxis.engine.errors import ConfigError, counted
-from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
-from triaxis.models.predict.rank_memory import GB, Changes, Prediction, override_words, predict, single_changes
-
-MOST_OF_A_KIND = 2
-"""A message proposes at most this many changes within the layout, and at most this many other layouts."""
+from triaxis.models.predict.changes import fitting_changes
+from triaxis.models.predict.rank_memory import GB, Prediction, predict
 
 READ_BY_PREDICTION = (
     "model",
@@ -173,114 +169,15 @@ def _is_read(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in READ_BY_PREDICTION)
 
 
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """Changes with which a run fits its devices' memory.
-
-    Attributes:
-        total: bytes that the run's fullest rank is predicted to hold after these changes.
-    """
-
-    changes: Changes
-    total: int
-
-    def __str__(self) -> str:
-        return f"{override_words(self.changes)} ({gigabytes(self.total)})"
-
-
 def _advice(subject: Subject, most: int) -> str:
-    found = list(fitting_changes(subject, most))
+    found = [
+        f"{one} ({gigabytes(one.memory.fullest.total)})"
+        for one in fitting_changes(subject, most, nccl=uses_nccl(subject.config))
+    ]
     warn = "runtime.memory=warn starts the run all the same."
     if not found:
         return (
             "No legal layout of these ranks fits: use more ranks, a shorter sequence, narrower state (precision.moments=bf16, "
             f"precision.gradients=bf16) or a smaller model. {warn}"
         )
-    return f"These fit: {'; '.join(map(str, found))}. {warn}"
-
-
-def fitting_changes(subject: Subject, most: int) -> Iterator[Fitting]:
-    """Yield legal changes after which no rank is predicted to hold more than `most` bytes; none changes the number of ranks.
-
-    Up to `MOST_OF_A_KIND` changes within the same layout come first, those that cost least speed first. Then come up to as
-    many of the nearest other layouts. If none of these fits, the only result combines
-    several changes.
-    """
-    sizes = parallel_sizes(subject.config, subject.world_size)
-    trial = _Trial(subject, most)
-    same = islice(trial.fitting([(change,) for change in single_changes(subject.config, sizes)]), MOST_OF_A_KIND)
-    other = islice(trial.fitting(_layouts(subject.config, sizes)), MOST_OF_A_KIND)
-    found = [*same, *other]
-    yield from found or islice(trial.fitting(trial.together(sizes)), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """A test of changes to one configuration.
-
-    Attributes:
-        most: bytes that a rank may hold.
-    """
-
-    subject: Subject
-    most: int
-
-    def after(self, changes: Changes) -> int | None:
-        """Predict the fullest rank's bytes after the changes.
-
-        Returns None if the changes break a rule that held before, or if the prediction fails.
-        """
-        config = self.subject.config
-        for key, value in changes:
-            config = with_value(config, key, value)
-        changed = replace(self.subject, config=config)
-        if not broken_keys(changed, RULES) <= broken_keys(self.subject, RULES):
-            return None
-        try:
-            return predict(
-                config, parallel_sizes(config, self.subject.world_size), nccl=uses_nccl(config)
-            ).fullest.total
-        except ConfigError:
-            return None
-
-    def fitting(self, tried: Sequence[Changes] | Iterator[Changes]) -> Iterator[Fitting]:
-        """Yield those of the `tried` changes that break no rule and after which every rank fits in `most` bytes."""
-        for changes in tried:
-            total = self.after(changes)
-            if total is not None and total <= self.most:
-                yield Fitting(changes, total)
-
-    def together(self, sizes: ParallelSizes) -> Iterator[Changes]:
-        """Yield combinations of changes to try.
-
-        Single changes are added one by one, and kept if they lower the fullest rank's total; each sum is yielded. Then all
-        kept changes are yielded together with each other layout, nearest first.
-        """
-        taken: dict[str, object] = {}
-        least = self.after(())
-        for key, value in single_changes(self.subject.config, sizes):
-            total = self.after(tuple({**taken, key: value}.items()))
-            if total is not None and (least is None or total < least):
-                taken, least = {**taken, key: value}, total
-                yield tuple(taken.items())
-        for layout in _layouts(self.subject.config, sizes):
-            yield (*taken.items(), *layout)
-
-
-def _layouts(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
-    """Yield changes to layouts of as many ranks with larger tp or pp, hence fewer replicas; smallest tp x pp first."""
-    world = sizes.world_size
-    found = []
-    for tp in divisors(world, 1):
-        for pp in divisors(world // tp, 1):
-            if tp >= sizes.tp and pp >= sizes.pp and (tp, pp) != (sizes.tp, sizes.pp):
-                found.append((tp * pp, pp, tp))
-    for _, pp, tp in sorted(found):
-        changes: list[tuple[str, object]] = []
-        if tp != sizes.tp:
-            changes.append(("parallel.tp", tp))
-        if pp != sizes.pp:
-            changes.append(("parallel.pp", pp))
-        yield (*changes, ("parallel.dp", world // (tp * pp)))
-        if not config.parallel.sequence_parallel and tp > 1:
-            yield (*changes, ("parallel.dp", world // (tp * pp)), ("parallel.sequence_parallel", True))
+    return f"These fit: {'; '.join(found)}. {warn}"

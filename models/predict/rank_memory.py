@@ -1,4 +1,4 @@
-"""Predict each rank's memory from the configuration alone, and list changes that reduce it.
+"""Predict each rank's memory from the configuration alone.
 
     parameters     flat buffers in the run's dtype; with ZeRO-3 only the rank's own shards, and room for two whole buckets
     gradients      flat buffers in the accumulation dtype (or the run's); from ZeRO-2 on only the rank's shards, and two buckets
@@ -13,16 +13,14 @@ Not counted: other operators' temporaries, CUDA's context, an allocator's roundi
 exact; activations and messages are as exact as their formulas.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.layout import ScheduleConfig
-from triaxis.engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
-from triaxis.engine.config.section import with_value
-from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.plan import batch_plan, local_seq_length
+from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -41,15 +39,11 @@ from triaxis.models.predict.communicators import communicator_bytes
 from triaxis.models.predict.cut import Contents, Memo, StageCut
 from triaxis.models.predict.experts.memory import BALANCED
 from triaxis.models.predict.in_flight import PeakMoment, peaks_of
-from triaxis.models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
+from triaxis.models.predict.recompute_choice import candidates
 from triaxis.models.predict.state_memory import StateBytes, state_bytes
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT
 
 GB = 10**9
-
-HEAD_TOKENS = 1024
-"""Tokens whose logits are worth having at a time: enough for the head's GEMMs, and few of a long sequence's."""
-
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "messages", "communicators", "temporaries")
 """Fields of `Memory` that its `total` is the sum of."""
@@ -364,126 +358,3 @@ def _most_activations(held: Sequence[_Held], peaks: Sequence[PeakMoment]) -> tup
                 most_host, one.moved + sum(each.moved * count for each, count in zip(held, kept, strict=True))
             )
     return most, max(0, most_in_all - most), most_host
-
-
-Changes = tuple[tuple[str, object], ...]
-"""Dotted names and values that are set together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """Changes that are applied together to reduce memory, and the prediction after them.
-
-    Attributes:
-        changes: fields (or the whole section `recompute`) and their new values.
-        total: predicted bytes of the pipeline rank that `savings` was asked about.
-        fullest: predicted bytes of the ranks that then hold the most.
-    """
-
-    changes: Changes
-    total: int
-    fullest: int
-
-    @property
-    def key(self) -> str:
-        """The changed field that saves the memory; other fields in `changes` are adjusted to it."""
-        return self.changes[0][0]
-
-    def __str__(self) -> str:
-        """Format the changes as overrides on a command line."""
-        return override_words(self.changes)
-
-
-def override_words(changes: Changes) -> str:
-    """Format changes as overrides on a command line."""
-    return " ".join(_override(key, value) for key, value in changes)
-
-
-def _override(key: str, value: object) -> str:
-    if isinstance(value, RecomputeConfig):
-        modules = "null" if value.modules is None else f"[{', '.join(value.modules)}]"
-        head = "" if value.head_tokens is None else f", head_tokens: {value.head_tokens}"
-        gathered = "".join(f", {name}: {getattr(value, name)}" for name in GATHERED if getattr(value, name) != "auto")
-        return f"'{key}={{granularity: {value.granularity}, modules: {modules}{head}{gathered}}}'"
-    return f"{key}={str(value).lower()}"
-
-
-def savings(config: Config, pp: int, *, nccl: bool = True, most_bytes: int | None = None) -> Iterator[Saving]:
-    """Yield legal changes that reduce the predicted memory of pipeline rank `pp`, those that cost least speed first.
-
-    The number of ranks stays the same: a change that doubles tp, cp or pp halves dp.
-
-    Args:
-        config: the run's configuration, with `parallel.dp` set.
-        pp: pipeline index.
-        nccl: whether NCCL connects the ranks, as in `predict`.
-        most_bytes: bytes that no rank may exceed after a change; None: no limit.
-    """
-    sizes = parallel_sizes(config)
-    now = predict(config, sizes, nccl=nccl).ranks[pp].total
-    for changes in _candidates(config, sizes):
-        changed = config
-        for key, value in changes:
-            changed = with_value(changed, key, value)
-        if problems(changed, sizes.world_size):
-            continue
-        predicted = predict(changed, parallel_sizes(changed), nccl=nccl)
-        total, fullest = predicted.ranks[pp].total, predicted.fullest.total
-        if total < now and (most_bytes is None or fullest <= most_bytes):
-            yield Saving(changes, total, fullest)
-
-
-def _candidates(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
-    for key, value in single_changes(config, sizes):
-        yield ((key, value),)
-    for key, size in (("parallel.tp", sizes.tp), ("parallel.cp", sizes.cp), ("parallel.pp", sizes.pp)):
-        if sizes.dp % 2 == 0:
-            yield (key, size * 2), ("parallel.dp", sizes.dp // 2)
-    if config.model.has_experts:
-        yield (("parallel.ep", sizes.ep * 2),)
-
-
-def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
-    """Yield (field, new value) for changes that may reduce memory in the same layout, those that cost least speed first.
-
-    Callers must check each change, since it may break a rule.
-    """
-    recompute = config.recompute
-    if config.kernels.attention == "explicit":
-        yield "kernels.attention", "sdpa"
-    resolved = resolve_recompute(config, sizes)
-    for name in GATHERED:
-        if can_keep(resolved, name) and getattr(resolved.recompute, name) == "keep":
-            yield f"recompute.{name}", "regather"
-    yield "precision.masters", "split"
-    if recompute.granularity in ("none", "selective"):
-        parts = worthwhile_parts(config, sizes)
-        elementwise = [part for part in parts if part not in (ATTENTION, MLP)]
-        for chosen in (elementwise, parts):
-            # A part that is recomputed already stays so.
-            modules = sorted(recompute.parts | set(chosen))
-            if set(modules) != recompute.parts and (chosen is elementwise or len(chosen) > len(elementwise)):
-                yield "recompute", choice_for_layers(recompute, granularity="selective", modules=modules)
-    if sizes.tp > 1 and not config.parallel.sequence_parallel:
-        yield "parallel.sequence_parallel", True
-    if sizes.owners("dp") > 1:
-        yield from (("parallel.zero", zero) for zero in range(config.parallel.zero + 1, 4))
-    if sizes.dp_replicas > 1:
-        yield "parallel.dp_replicas", 1
-    if recompute.head_tokens is None:
-        yield "recompute.head_tokens", HEAD_TOKENS
-    if config.optimizer.offload == "none":
-        yield "optimizer.offload", "cpu"
-    yield from _more_offloaded(config, sizes)
-    if config.train.micro_batch_size > 1:
-        yield "train.micro_batch_size", config.train.micro_batch_size // 2
-    if recompute.granularity in ("none", "selective"):
-        yield "recompute", choice_for_layers(recompute, granularity="full")
-
-
-def _more_offloaded(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, object]]:
-    """Yield changes that offload more layers: half of a chunk's, then all but the last, whose copies nothing could overlap."""
-    most = max(len(stage.layers) for stage in stages_of(config))
-    for num_layers in sorted({most // 2, most - 1}):
-        if num_layers > config.offload.num_layers:
-            yield "offload.num_layers", num_layers

@@ -1,7 +1,6 @@
 """The planner's search: the same layouts as looking at every memory, reasons for the others, and a config that runs."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -76,7 +75,7 @@ def in_stage(trial: Config, sizes: ParallelSizes, zero: int, usable: int) -> Con
 def all_that_fit(config: Config, usable: int) -> list[tuple[float, str]]:
     """Try every layout in every stage that is needed, with every recomputation, and keep the fastest of each that fits."""
     estimator, found = Estimator(CLUSTER), []
-    for trial, sizes in legal_layouts(config, CLUSTER, Counter()):
+    for trial, sizes in legal_layouts(config, CLUSTER):
         fitting = []
         for zero in (1, 2, 3) if sizes.owners("dp") > 1 else (1,):
             tried = in_stage(trial, sizes, zero, usable)
@@ -91,7 +90,7 @@ def all_that_fit(config: Config, usable: int) -> list[tuple[float, str]]:
 def test_the_search_tries_every_legal_layout_but_those_that_another_beats() -> None:
     """A count by hand: four layers over four ranks, with a head of nearly a layer's work."""
     found: dict[tuple[int, int, int], set[tuple[int, str, object, bool, int]]] = {}
-    for trial, sizes in legal_layouts(config_of(vocab_size=50304), CLUSTER, Counter()):
+    for trial, sizes in legal_layouts(config_of(vocab_size=50304), CLUSTER):
         parallel = trial.parallel
         each = sizes.vpp, trial.schedule.name, parallel.layers_per_stage, parallel.sequence_parallel
         found.setdefault((sizes.tp, sizes.cp, sizes.pp), set()).add((*each, trial.train.micro_batch_size))
@@ -107,8 +106,13 @@ def test_micro_batches_and_cp_need_not_be_powers_of_two() -> None:
     config = config_of(seq_length=1536, num_attention_heads=12, hidden_size=1536)
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 12})})
     cluster = Cluster("A100-SXM-80GB", 1, 6, 300.0, 25.0, 8.0, 1.0, 1.5)
-    sizes = {(sizes.cp, trial.train.micro_batch_size) for trial, sizes in legal_layouts(config, cluster, Counter())}
+    sizes = {(sizes.cp, trial.train.micro_batch_size) for trial, sizes in legal_layouts(config, cluster)}
     assert {(3, 1), (6, 12), (3, 3), (1, 6)} <= sizes
+
+
+def test_copies_of_the_state_are_kept_where_they_divide_the_replicas() -> None:
+    config = with_value(config_of(), "parallel.dp_replicas", 2)
+    assert {sizes.dp for _, sizes in legal_layouts(config, CLUSTER)} == {2, 4}
 
 
 def test_stages_are_balanced_where_that_is_faster() -> None:
@@ -117,7 +121,7 @@ def test_stages_are_balanced_where_that_is_faster() -> None:
     config = config.model_copy(update={"train": config.train.model_copy(update={"global_batch_size": 64})})
     trials = [
         (trial, sizes)
-        for trial, sizes in legal_layouts(config, CLUSTER, Counter())
+        for trial, sizes in legal_layouts(config, CLUSTER)
         if sizes.pp == 4 and trial.train.micro_batch_size == 1
     ]
     estimator = Estimator(CLUSTER)
@@ -132,7 +136,7 @@ def test_layouts_that_share_what_is_counted_are_predicted_as_each_alone() -> Non
     config = config_of(num_layers=6, layers=["local", "global"], layer_kinds={"local": {"window": 64}})
     memo: Memo = {}
     estimator = Estimator(CLUSTER)
-    for trial, sizes in list(legal_layouts(config, CLUSTER, Counter()))[::7]:
+    for trial, sizes in list(legal_layouts(config, CLUSTER))[::7]:
         assert estimator.closed_form(trial, sizes, memo=memo) == estimator.closed_form(trial, sizes)
         assert predict(trial, sizes, memo=memo) == predict(trial, sizes)
 
@@ -145,7 +149,7 @@ def test_numbers_of_chunks_that_are_left_out_are_not_faster(num_layers: int, pp:
     estimator = Estimator(cluster)
     tried = {
         (sizes.vpp, trial.parallel.layers_per_stage)
-        for trial, sizes in legal_layouts(config, cluster, Counter())
+        for trial, sizes in legal_layouts(config, cluster)
         if sizes.pp == pp and trial.schedule.name == "interleaved"
     }
     seconds: dict[tuple[int, object], float] = {}
@@ -178,7 +182,7 @@ def test_the_search_finds_what_a_look_at_every_memory_finds(margin: float, monke
 def test_no_layout_is_faster_than_the_bound_of_its_group(model: dict[str, Any]) -> None:
     """With any chunks, schedule, cut and micro batch; the bound of an ideal device holds for all micro batches."""
     estimator, memo = Estimator(CLUSTER), Memo()
-    for block in list(blocks(config_of(**model), CLUSTER, Counter()))[::3]:
+    for block in list(blocks(config_of(**model), CLUSTER))[::3]:
         largest = [block.layout(block.micro_batches[-1], stages) for stages in block.deepest]
         ideal = min(estimator.least_of_smaller(*one, memo) for one in largest)
         for micro in block.micro_batches:
@@ -195,11 +199,11 @@ def test_rules_that_are_checked_once_for_many_layouts_say_the_same_of_each(
     config = config_of()
     for name, value in changes.items():
         config = with_value(config, name, value)
-    found = {planning.describe(*one) for one in legal_layouts(config, CLUSTER, Counter())}
-    monkeypatch.setattr(listing, "_legal_part", lambda block, cluster, illegal: block)
+    found = {planning.describe(*one) for one in legal_layouts(config, CLUSTER)}
+    monkeypatch.setattr(listing, "_legal_part", lambda block, cluster: block)
     everything = {
         planning.describe(trial, sizes)
-        for trial, sizes in legal_layouts(config, CLUSTER, Counter())
+        for trial, sizes in legal_layouts(config, CLUSTER)
         if not broken_keys(Subject(trial, 4, 4), RULES)
     }
     assert found == everything
@@ -357,7 +361,7 @@ def test_mfu_is_that_of_a_run_with_these_seconds() -> None:
 def test_experts_are_cut_in_every_way_that_fills_the_ranks() -> None:
     found = {
         (sizes.tp, sizes.pp, sizes.ep, sizes.etp): planning.describe(trial, sizes)
-        for trial, sizes in legal_layouts(config_of(**MOE), CLUSTER, Counter())
+        for trial, sizes in legal_layouts(config_of(**MOE), CLUSTER)
     }
     of_one_stage = {(tp, ep, etp) for tp, pp, ep, etp in found if pp == 1}
     assert of_one_stage == {
@@ -371,7 +375,7 @@ def test_experts_are_cut_in_every_way_that_fills_the_ranks() -> None:
 def test_layouts_with_experts_that_share_what_is_counted_are_predicted_as_each_alone() -> None:
     memo: Memo = {}
     estimator = Estimator(CLUSTER, expert_load=1.5)
-    for trial, sizes in list(legal_layouts(config_of(**MOE), CLUSTER, Counter()))[::11]:
+    for trial, sizes in list(legal_layouts(config_of(**MOE), CLUSTER))[::11]:
         assert estimator.closed_form(trial, sizes, memo=memo) == estimator.closed_form(trial, sizes)
         assert predict(trial, sizes, memo=memo) == predict(trial, sizes)
 

@@ -7,10 +7,10 @@ import pytest
 
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Subject, with_value
+from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
-from triaxis.models.predict.fit import Devices, fitting_changes, host_rule, memory_line, memory_rule
+from triaxis.models.predict.fit import Devices, host_rule, memory_line, memory_rule
 from triaxis.models.predict.rank_memory import GB, Memory, Prediction, predict
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -90,37 +90,6 @@ def test_the_nearest_legal_values_of_another_problem_fit_too() -> None:
     (within,) = refused(*broken, gigabytes=75)
     assert "train.micro_batch_size = 2 or 1" in within, "4 would need 109 GB"
     assert "train.global_batch_size = 96 or 192" in without and "96 or 192" not in within
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "gigabytes"),
-    [
-        ("llama3_8b", ONE_NODE, 80),
-        ("gpt_175b", ("parallel.pp=16", "parallel.dp=8", "parallel.vpp=1"), 18),
-    ],
-)
-def test_proposals_are_legal_and_fit(name: str, overrides: tuple[str, ...], gigabytes: float) -> None:
-    config, most = load_config(CONFIGS / f"{name}.yaml", overrides, {}), int(gigabytes * GB)
-    sizes = parallel_sizes(config)
-    rule = memory_rule(Devices(most))
-    assert problems(config, sizes.world_size, 8, [rule])
-    found = list(fitting_changes(Subject(config, sizes.world_size, 8), most))
-    assert found
-    for fitting in found:
-        changed = config
-        for key, value in fitting.changes:
-            changed = with_value(changed, key, value)
-        assert problems(changed, sizes.world_size, 8, [rule]) == [], str(fitting)
-        assert predict(changed, parallel_sizes(changed)).fullest.total == fitting.total <= most
-
-
-def test_changes_are_put_together_where_one_is_not_enough_and_none_is_made_up() -> None:
-    overrides = (*ONE_NODE, "train.micro_batch_size=4", "train.global_batch_size=32")
-    config = llama(*overrides)
-    (found,) = fitting_changes(Subject(config, 8, 8), 40 * GB)
-    assert len(found.changes) > 1 and found.total <= 40 * GB
-    (text,) = refused(*overrides, gigabytes=1)
-    assert "No legal layout of these ranks fits" in text
 
 
 def test_ranks_that_gloo_serves_share_the_memory_of_a_gpu() -> None:

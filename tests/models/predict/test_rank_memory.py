@@ -17,15 +17,14 @@ from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, parallel_sizes
-from triaxis.engine.config.section import with_value
-from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Kind
 from triaxis.engine.pipeline.lowering import Post, Program, lower
 from triaxis.launch.footprint import run
 from triaxis.launch.footprint.run import Footprint
-from triaxis.models.predict.rank_memory import predict, predicted_memory, resolve_recompute, savings
+from triaxis.models.predict.rank_memory import predict, predicted_memory
 
 
 def deeper(config: Config, **sections: dict[str, Any]) -> Config:
@@ -285,87 +284,3 @@ def test_an_8b_model_on_one_card(choices: tuple[str, ...], expected: float) -> N
     state = memory.total - memory.activations
     num_bytes = 10 if "precision.gradients=bf16" in choices else 12 if choices else 18
     assert state == pytest.approx(8.0303e9 * num_bytes, rel=1e-3)
-
-
-def test_savings_are_legal_and_save_what_they_say() -> None:
-    config = deeper(
-        config_of(LLAMA, tp=2, attention="explicit"),
-        model={"num_layers": 8},
-        parallel={"dp": 4},
-        train={"global_batch_size": 32},
-        offload={"min_bytes": 1},
-    )
-    sizes = parallel_sizes(config)
-    found = list(savings(config, 0, nccl=False))
-    assert [saving.key for saving in found] == [
-        "kernels.attention",
-        "precision.masters",
-        "recompute",
-        "recompute",
-        "parallel.sequence_parallel",
-        "parallel.zero",
-        "parallel.zero",
-        "offload.num_layers",
-        "offload.num_layers",
-        "train.micro_batch_size",
-        "recompute",
-        "parallel.tp",
-        "parallel.cp",
-        "parallel.pp",
-    ]
-    assert str(found[2]) == "'recompute={granularity: selective, modules: [activation, norm]}'"
-    assert str(found[3]) == "'recompute={granularity: selective, modules: [activation, attention, mlp, norm]}'"
-    assert str(found[4]) == "parallel.sequence_parallel=true"
-    assert str(found[-3]) == "parallel.tp=4 parallel.dp=2", "with the same number of ranks"
-    for saving in found:
-        assert saving.total < predicted_memory(config, sizes, 0, nccl=False).total
-        changed = config
-        for key, value in saving.changes:
-            changed = with_value(changed, key, value)
-        assert problems(changed, 16) == []
-        predicted = predict(changed, parallel_sizes(changed), nccl=False)
-        assert (predicted.ranks[0].total, predicted.fullest.total) == (saving.total, saving.fullest)
-
-
-def test_savings_that_would_not_fit_a_device_are_left_out() -> None:
-    config = deeper(config_of(LLAMA, tp=1), parallel={"dp": 4}, train={"global_batch_size": 32})
-    found = list(savings(config, 1, nccl=False))
-    most = sorted(saving.fullest for saving in found)[len(found) // 2]
-    kept = [saving for saving in found if saving.fullest <= most]
-    assert 0 < len(kept) < len(found)
-    assert list(savings(config, 1, nccl=False, most_bytes=most)) == kept
-
-
-def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -> None:
-    config = deeper(config_of(LLAMA, tp=2), model={"seq_length": 2048})
-    assert [saving.key for saving in savings(config, 0)].count("recompute.head_tokens") == 0
-    (offered,) = [saving for saving in savings(config, 1) if saving.key == "recompute.head_tokens"]
-    assert str(offered) == "recompute.head_tokens=1024"
-    pieces = deeper(config, recompute={"head_tokens": 100})
-    others = [saving for saving in savings(pieces, 1) if saving.key == "recompute"]
-    assert others and all("head_tokens: 100" in str(saving) for saving in others)
-    auto = deeper(pieces, recompute={"granularity": "auto", "memory_gb": 1000.0})
-    assert (
-        resolve_recompute(auto, parallel_sizes(auto)).recompute
-        == resolve_recompute(pieces, parallel_sizes(pieces)).recompute
-    )
-
-
-def test_gathering_again_is_offered_where_gathered_inputs_are_kept() -> None:
-    config = config_of(LLAMA, tp=4, sp=True, recompute={"gathered_inputs": "keep"})
-    offered = next(savings(config, 0))
-    assert str(offered) == "recompute.gathered_inputs=regather"
-    regather = with_value(config, "recompute.gathered_inputs", "regather")
-    assert offered.total == predicted_memory(regather, parallel_sizes(config), 0).total
-    again = [saving for saving in savings(config, 0) if saving.key == "recompute"]
-    assert again and all("gathered_inputs: keep" in str(saving) and "norm" not in str(saving) for saving in again)
-    for other in (regather, config_of(LLAMA, tp=4, recompute={"gathered_inputs": "keep"})):
-        assert all(saving.key != "recompute.gathered_inputs" for saving in savings(other, 0))
-
-
-def test_what_is_not_legal_is_not_offered() -> None:
-    dropout = config_of(GPT, tp=8, attention="explicit")
-    keys = [saving.key for saving in savings(dropout, 0)]
-    assert "kernels.attention" not in keys, "the fused kernel has no such dropout"
-    assert "parallel.tp" not in keys, "there are 8 heads"
-    assert "parallel.pp" not in keys, "no dp is left to give"
