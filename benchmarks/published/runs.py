@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from benchmarks.published.software import implementation_of
 from triaxis.engine.config.layout import layers_fill_stages, ranks_can_be_listed
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Rule, Subject
+from triaxis.engine.config.section import Rule, Subject, divisors
 from triaxis.engine.config.sizes import GPT_SHAPES
 from triaxis.engine.config.training import batch_is_whole_microbatches, microbatches_can_be_listed
 from triaxis.engine.config.tree import Config
@@ -323,8 +323,8 @@ def _vpps(run: Run, pp: int, how: Implementation) -> list[int]:
 def _micro_batches(run: Run, dp: int) -> list[int]:
     if "micro_batch" in run.numbers:
         return [run.numbers["micro_batch"]]
-    samples = max(1, run.numbers["global_batch"] // dp)
-    return [size for size in (2**power for power in range(samples.bit_length())) if samples % size == 0]
+    sizes = divisors(max(1, run.numbers["global_batch"] // dp), 1)
+    return [size for size in sizes if size.bit_count() == 1]
 
 
 def _recomputes(run: Run) -> list[str]:

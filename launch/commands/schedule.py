@@ -217,11 +217,13 @@ def usual_dp(config: "Config") -> int:
 
     With a schedule file, each pipeline gets the file's number of microbatches.
     """
+    from triaxis.engine.config.section import divisors
+
     if (file := config.schedule.file) is not None:
         return max(1, config.train.global_batch_size // (config.train.micro_batch_size * file.text.num_microbatches))
     num_microbatches, pp = config.train.global_batch_size // config.train.micro_batch_size, config.parallel.pp
-    sizes = range(num_microbatches // (USUAL_ROUNDS * pp), 0, -1)
-    return next((dp for dp in sizes if num_microbatches % dp == 0 and num_microbatches // dp % pp == 0), 1)
+    most = num_microbatches // (USUAL_ROUNDS * pp)
+    return next((dp for dp in divisors(num_microbatches, most) if dp <= most and num_microbatches // dp % pp == 0), 1)
 
 
 def _print(console: Console, schedule: Schedule, args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import math
 from itertools import groupby
 from pathlib import Path
 
+from triaxis.engine.config.section import divisors
 from triaxis.engine.errors import TopologyError, counted
 from triaxis.engine.layout.rank_grid import Coordinates, RankGrid
 from triaxis.launch.pictures.charts import scrolling
@@ -144,8 +145,7 @@ def _num_columns(grid: RankGrid) -> int:
     lines = math.ceil(grid.ranks_per_node / grid.sizes.tp)
     shape = (lines + 1.9) / (min(grid.sizes.tp, grid.ranks_per_node) + LABEL + 1.1)
     wanted = max(1.0, math.sqrt(grid.num_nodes * 1.6 * shape))
-    choices = [columns for columns in range(1, grid.num_nodes + 1) if grid.num_nodes % columns == 0]
-    return min(choices, key=lambda columns: abs(math.log(columns / wanted)))
+    return min(divisors(grid.num_nodes, 1), key=lambda columns: abs(math.log(columns / wanted)))
 
 
 def _colours(grid: RankGrid, rank: int) -> tuple[str, str]:

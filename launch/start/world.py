@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from triaxis.engine.config.layout import ParallelConfig
-from triaxis.engine.config.section import Rule, with_value
+from triaxis.engine.config.section import Rule, divisors, with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 from triaxis.engine.errors import TopologyError, counted
@@ -102,10 +102,8 @@ def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> 
     The dp x `model_ranks` ranks must also divide evenly over the nodes.
     """
     num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
-    for dp in range(most, 1, -1):
-        if num_microbatches % dp == 0 and (dp * model_ranks) % num_nodes == 0:
-            return dp
-    return 1
+    fitting = (dp for dp in divisors(num_microbatches, most) if dp <= most and dp * model_ranks % num_nodes == 0)
+    return next(fitting, 1)
 
 
 def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> ParallelConfig | None:
