@@ -105,8 +105,7 @@ class Plan:
         margin_bytes: memory per device that stays free in addition to the share `MARGIN`.
         found: layouts that fit, by predicted step time, fastest first.
         too_large: reasons why layouts do not fit, by layout in words.
-        num_too_large: number of layouts that came up in the search and do not fit; it includes those ruled out without a
-            prediction, because the same layout with a smaller microbatch does not fit.
+        num_too_large: number of layouts that came up in the search and do not fit.
         num_legal: number of legal layouts.
         num_left_out: number of those that the search left out (`LEFT_OUT`), because there were more than `MOST_LAYOUTS`.
     """
@@ -279,7 +278,6 @@ class _Search:
         self._num_params = num_params
         self._heap: list[tuple[float, Number, int, _Group | _Waiting]] = []
         self._pushes = count()
-        self._ruled_out = _RuledOut()
         # Numbers of layouts: found; and those that fit with enough recomputation.
         self._found, self._may_fit = set[Number](), set[Number]()
 
@@ -333,9 +331,8 @@ class _Search:
             self._wait(number, measured, one.sizes, one.choices, is_new=one.is_new)
             return None
         is_new, usable = one.is_new, self._plan.usable_bytes
-        is_ruled_out = is_new and self._ruled_out.holds(one)
-        held = 0 if is_ruled_out else one.least_state(self._num_params, usable)
-        memory = None if held or is_ruled_out else self._predict(one, one.config.recompute)
+        held = one.least_state(self._num_params, usable)
+        memory = None if held else self._predict(one, one.config.recompute)
         if memory is not None and memory.fullest.total <= usable:
             return Found(one.config, one.sizes, one.time, memory)
         if memory is not None and is_new and one.choices:
@@ -346,11 +343,9 @@ class _Search:
         if memory is not None and (not is_new or memory.fullest.total <= usable) and self._recompute(number, one):
             self._may_fit.add(number)
             return None
-        self._ruled_out.add(one)
         if not has_risen and number not in self._may_fit:
             self._plan.num_too_large += 1
-            if not is_ruled_out:
-                self._explain(one, held, memory)
+            self._explain(one, held, memory)
         return None
 
     def _recompute(self, number: Number, one: "_Waiting") -> bool:
@@ -399,28 +394,6 @@ class _Group:
     again: float
     more: float
     is_timed: bool = False
-
-
-class _RuledOut:
-    """Layouts that do not fit, to rule out the same layouts with larger microbatches, which hold at least as much."""
-
-    def __init__(self) -> None:
-        self._smallest: dict[tuple[object, ...], int] = {}
-
-    def add(self, one: "_Waiting") -> None:
-        """Record a layout that does not fit even with everything recomputed."""
-        size, key = one.config.train.micro_batch_size, self._key(one)
-        self._smallest[key] = min(self._smallest.get(key, size), size)
-
-    def holds(self, one: "_Waiting") -> bool:
-        """Whether `one` cannot fit, because the same layout with the same or a smaller microbatch did not fit."""
-        size = one.config.train.micro_batch_size
-        return size >= self._smallest.get(self._key(one), size + 1)
-
-    @staticmethod
-    def _key(one: "_Waiting") -> tuple[object, ...]:
-        parallel = one.config.parallel
-        return one.sizes, parallel.zero, parallel.sequence_parallel, parallel.layers_per_stage, one.config.schedule.name
 
 
 def _may_fit_in_a_stage(memory: Prediction, usable: int) -> bool:
