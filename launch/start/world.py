@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from triaxis.engine.config.layout import ParallelConfig
 from triaxis.engine.config.section import Rule, divisors, with_value
-from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.tree import Config, is_legal
 from triaxis.engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 from triaxis.engine.errors import TopologyError, counted
 from triaxis.launch.start.variables import check_numbers
@@ -124,7 +124,7 @@ def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence
             parallel = config.parallel.model_copy(update=sizes)
             ranks_per_node, rest = divmod(model_ranks * dp, num_nodes)
             changed = config.model_copy(update={"parallel": parallel})
-            if not rest and not problems(changed, model_ranks * dp, ranks_per_node, more_rules):
+            if not rest and is_legal(changed, model_ranks * dp, ranks_per_node, more_rules):
                 return parallel
     return None
 
@@ -143,7 +143,7 @@ def _too_few(
         choices.append(f"{words}   in place of its layout: a smaller one")
     choices.append("runtime.device=cpu   trains on the CPU")
     shared = with_value(config, "runtime.collectives", "gloo")
-    if not problems(shared, ranks_per_node * num_nodes, ranks_per_node, more_rules):
+    if is_legal(shared, ranks_per_node * num_nodes, ranks_per_node, more_rules):
         choices.append("runtime.collectives=gloo   lets ranks share a GPU, slowly, to try the layout")
     needs = f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}"
     text = (

@@ -20,8 +20,8 @@ from math import floor
 
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Subject, with_value
-from triaxis.engine.config.tree import RULES, Config, broken_keys, require_legal
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config, is_legal, require_legal
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes
@@ -103,7 +103,7 @@ def stage_without_recomputation(chosen: ChosenLayout, machine: Machine) -> tuple
     alone = next(_layouts(with_value(config, "train.micro_batch_size", 1), machine))
     for zero in (2, 3):
         trial = with_value(alone, "parallel.zero", zero)
-        if not _is_legal(trial, machine):
+        if not is_legal(trial, machine.num_ranks, machine.ranks_per_node):
             continue
         held = predict(trial, parallel_sizes(trial), nccl=machine.is_gpu).fullest
         if held.total <= chosen.usable_bytes:
@@ -118,13 +118,10 @@ def legal_layouts(config: Config, machine: Machine, kept: Collection[str] = ()) 
     """
     found = set[ParallelSizes]()
     for trial in sorted(_layouts(config, machine, kept), key=model_size):
-        if (sizes := parallel_sizes(trial)) not in found and _is_legal(trial, machine):
+        sizes = parallel_sizes(trial)
+        if sizes not in found and is_legal(trial, machine.num_ranks, machine.ranks_per_node):
             found.add(sizes)
             yield trial
-
-
-def _is_legal(config: Config, machine: Machine) -> bool:
-    return not broken_keys(Subject(config, machine.num_ranks, machine.ranks_per_node), RULES)
 
 
 def model_size(config: Config) -> int:
