@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from triaxis.engine.config.groups import UpdateRule, group_of, is_frozen, update_rule
-from triaxis.engine.config.section import Problem, Subject
+from triaxis.engine.config.problem import Problem, Subject
 from triaxis.engine.config.training import OptimizerConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.shard_spec import ParamSpec

@@ -17,9 +17,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.phases import PHASE_FIELDS, fields_of, past_differs
 from triaxis.engine.config.plan import planned_steps, planned_tokens
-from triaxis.engine.config.section import Section, Verdict, with_value
+from triaxis.engine.config.section import Section, Verdict
 from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.storage.redaction import tree_without_secrets

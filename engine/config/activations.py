@@ -13,8 +13,9 @@ from triaxis.engine.config.fp8 import BLOCKS
 from triaxis.engine.config.model import MOST_LAYERS
 from triaxis.engine.config.moe import DispatchName
 from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.problem import Problem, Rule, Subject
 from triaxis.engine.config.rows import Found, Row
-from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
+from triaxis.engine.config.section import LAYOUT, OnResume, Section
 
 if TYPE_CHECKING:  # the tree imports every section
     from triaxis.engine.config.tree import Config

@@ -23,7 +23,8 @@ from typing_extensions import TypedDict
 from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.counts import no_bool
-from triaxis.engine.config.section import LONGEST_SEQUENCE, Problem, Rule, Section, Subject
+from triaxis.engine.config.problem import Problem, Rule, Subject
+from triaxis.engine.config.section import LONGEST_SEQUENCE, Section
 
 if TYPE_CHECKING:
     from triaxis.engine.config.model import ModelConfig

@@ -7,7 +7,8 @@ from pydantic import Field
 
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.places import LocalPath, TokenizerName
-from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
+from triaxis.engine.config.problem import Problem, Rule, Subject
+from triaxis.engine.config.section import LAYOUT, MEANT, Section
 from triaxis.engine.config.sources import Sources
 
 AttentionScope = Literal["across", "within"]

@@ -7,7 +7,7 @@ a file without format_version, section.key=value                     typed by a 
 from collections.abc import Mapping
 from typing import Any
 
-from triaxis.engine.config.phases import put_fields
+from triaxis.engine.config.dotted import put_fields
 from triaxis.engine.config.sources import Source
 
 RENAMED: Mapping[str, str] = {

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.extension import NO_COSTS, OWN_CORPUS, Extension, OwnCosts
 from triaxis.engine.config.places import LocalPath, local_path
-from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, with_value
+from triaxis.engine.config.problem import Problem, Rule, Subject
+from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Section
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.storage.user_module import UserModuleError, available_source, find_sources, is_path, load
 

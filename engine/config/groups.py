@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from triaxis.engine.config.counts import no_bool
-from triaxis.engine.config.section import Problem, Rule, Subject
+from triaxis.engine.config.problem import Problem, Rule, Subject
 
 if TYPE_CHECKING:
     from triaxis.engine.config.training import OptimizerConfig

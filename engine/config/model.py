@@ -20,7 +20,8 @@ from triaxis.engine.config.layer_kinds import Activation, Norm, Position
 from triaxis.engine.config.mla import MLAConfig
 from triaxis.engine.config.moe import MOE_RULES, MoEConfig
 from triaxis.engine.config.mtp import MTPConfig
-from triaxis.engine.config.section import LARGEST_WIDTH, LAYOUT, LONGEST_SEQUENCE, MEANT, Rule, Section
+from triaxis.engine.config.problem import Rule
+from triaxis.engine.config.section import LARGEST_WIDTH, LAYOUT, LONGEST_SEQUENCE, MEANT, Section
 
 MOST_LAYERS = 10_000
 """Maximum number of transformer layers."""

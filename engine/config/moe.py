@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from triaxis.engine.config.section import LARGEST_WIDTH, MEANT, OnResume, Problem, Rule, Section, Subject, divisors
+from triaxis.engine.config.problem import Problem, Rule, Subject, divisors
+from triaxis.engine.config.section import LARGEST_WIDTH, MEANT, OnResume, Section
 from triaxis.engine.layout.rank_rules import uneven_experts
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from triaxis.engine.config.phases import run_phases
-from triaxis.engine.config.section import Problem, Rule, Subject
+from triaxis.engine.config.problem import Problem, Rule, Subject
 
 
 def phases_follow_each_other(subject: Subject) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from triaxis.engine.config.counts import Count
+from triaxis.engine.config.dotted import get_field, with_fields
 from triaxis.engine.config.places import Name
 from triaxis.engine.config.sources import Source
 
@@ -164,25 +165,6 @@ def fields_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in PhaseFields.__annotations__}
 
 
-def put_fields(tree: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Set fields by their dotted names in a nested mapping."""
-    for dotted, value in fields.items():
-        *sections, name = dotted.split(".")
-        at = tree
-        for section in sections:
-            at[section] = at.get(section) or {}
-            at = at[section]
-        at[name] = value
-
-
-def get_field(tree: Mapping[str, Any], dotted: str) -> Any:
-    """Look up a dotted name in a nested mapping; None if it is absent."""
-    value: Any = tree
-    for part in dotted.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def refused_field(key: str, known: Collection[str]) -> str | None:
     """Explain why a phase cannot have the field `key`, in words that follow the field's name; None if it can.
 
@@ -233,13 +215,6 @@ def reading_fields(config: "Config") -> dict[str, Any]:
     """Collect the config fields that decide which samples a step reads, by dotted name."""
     tree = config.model_dump(mode="json")
     return {**{key: get_field(tree, key) for key in READING}, "phases": tree["phases"]}
-
-
-def with_fields(config: "Config", fields: Mapping[str, Any]) -> "Config":
-    """Copy the config with fields set by their dotted names."""
-    tree = config.model_dump(mode="json")
-    put_fields(tree, fields)
-    return type(config).model_validate(tree)
 
 
 def past_differs(there: "Config", here: "Config", consumed_tokens: int) -> str | None:

@@ -14,7 +14,8 @@ from fractions import Fraction
 from string import Formatter
 from typing import Any
 
-from triaxis.engine.config.section import Candidates, Problem, Subject, divisors, multiples, numbers, plain, value_of
+from triaxis.engine.config.dotted import value_of
+from triaxis.engine.config.problem import Candidates, Problem, Subject, divisors, multiples, numbers, plain
 
 Found = tuple[Mapping[str, Any], Candidates]
 """The numbers in a broken rule's words, and the values that may fix it."""

@@ -8,7 +8,8 @@ from pydantic import Field, create_model, field_validator
 
 from triaxis.engine.config.counts import Count, count
 from triaxis.engine.config.places import LONGEST_NAME, LocalPath
-from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
+from triaxis.engine.config.problem import Problem, Rule, Subject
+from triaxis.engine.config.section import LAYOUT, OnResume, Section
 from triaxis.engine.layout.rank_rules import MOST_RANKS
 from triaxis.engine.storage.redaction import REDACTED, why_secret, without_secrets
 

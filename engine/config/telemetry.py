@@ -9,7 +9,8 @@ from pydantic import Field
 
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.plan import planned_steps
-from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
+from triaxis.engine.config.problem import Problem, Rule, Subject
+from triaxis.engine.config.section import LAYOUT, OnResume, Section
 
 SINKS: Mapping[str, str] = MappingProxyType(
     {

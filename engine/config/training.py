@@ -13,7 +13,8 @@ from triaxis.engine.config.groups import GROUP_RULES, GroupFields
 from triaxis.engine.config.loss_scale import LossScaleConfig
 from triaxis.engine.config.optimizer_kinds import OptimizerName
 from triaxis.engine.config.plan import partial_batch
-from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+from triaxis.engine.config.problem import Problem, Rule, Subject, divisors, multiples
+from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Section
 
 MOST_STEPS = 2**40
 """Maximum optimizer steps in a run; at one step per millisecond they would take 35 years."""
@@ -38,9 +39,9 @@ CONSTANT_RATE: Mapping[str, Any] = MappingProxyType(
 """Values of `optimizer` fields that give a constant learning rate; they replace the schedule in runs of only a few steps."""
 
 
-def _length_is_free(subject: Subject) -> bool:
+def _length_is_free(config: Any) -> bool:
     """Whether no step's learning rate depends on the run's length; then a longer run has the same steps, and more after them."""
-    optimizer = subject.config.optimizer
+    optimizer = config.optimizer
     if optimizer.lr_schedule in DECAYS:
         return optimizer.decay_steps is not None
     return optimizer.lr_schedule != "extension" and optimizer.cooldown_tokens is None

@@ -25,14 +25,16 @@ from pydantic import Field
 
 from triaxis.engine.config.activations import ACTIVATION_RULES, KernelsConfig, OffloadConfig, RecomputeConfig
 from triaxis.engine.config.data import DATA_RULES, DataConfig
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
 from triaxis.engine.config.model import MODEL_RULES, ModelConfig
 from triaxis.engine.config.needs import NEEDS
 from triaxis.engine.config.optimizer_kinds import StateKind, state_kinds
 from triaxis.engine.config.phase_rules import PHASE_RULES
 from triaxis.engine.config.phases import PhaseFields, at_phase
+from triaxis.engine.config.problem import Problem, Rule, Subject
 from triaxis.engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
-from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, Verdict, with_value
+from triaxis.engine.config.section import MEANT, OnResume, Section, Verdict
 from triaxis.engine.config.sizes import DIVISIONS, LIMITS
 from triaxis.engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
 from triaxis.engine.config.training import TRAINING_RULES, EvalConfig, OptimizerConfig, PrecisionConfig, TrainConfig
@@ -186,7 +188,7 @@ def is_whole(config: Config) -> bool:
 def resume_verdict(config: Config, key: str) -> Verdict:
     """Return the verdict on a resume with the new configuration `config`, in which the field `key` has changed."""
     found = on_resume(key)
-    return "layout" if found.is_layout is not None and found.is_layout(Subject(config, None, None)) else found.verdict
+    return "layout" if found.is_layout is not None and found.is_layout(config) else found.verdict
 
 
 def on_resume(key: str) -> OnResume:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import parallel_sizes, stages_of
-from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.telemetry.outlets.format import in_bytes
 from triaxis.launch.pictures.tables import terminal_table

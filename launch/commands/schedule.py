@@ -217,7 +217,7 @@ def usual_dp(config: "Config") -> int:
 
     With a schedule file, each pipeline gets the file's number of microbatches.
     """
-    from triaxis.engine.config.section import divisors
+    from triaxis.engine.config.problem import divisors
 
     if (file := config.schedule.file) is not None:
         return max(1, config.train.global_batch_size // (config.train.micro_batch_size * file.text.num_microbatches))

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from rich.markup import escape
 from rich.table import Table
 
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.extension import Measure, as_ours
 from triaxis.engine.config.extension_section import with_costs
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
-from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.telemetry.outlets.format import gigabytes, significant

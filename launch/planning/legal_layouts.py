@@ -25,7 +25,7 @@ from triaxis.engine.config.layout import (
 )
 from triaxis.engine.config.needs import NEEDS
 from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
-from triaxis.engine.config.section import Rule, Subject, divisors
+from triaxis.engine.config.problem import Rule, Subject, divisors
 from triaxis.engine.config.sizes import LIMITS, TOKENS_IN_FP8
 from triaxis.engine.config.training import batch_is_whole_microbatches, microbatches_can_be_listed
 from triaxis.engine.config.tree import RULES, Config, broken_keys

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.config.data import DataConfig, reads_documents
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.extension import OWN_CORPUS
 from triaxis.engine.config.fp8 import without_gather
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.config.phases import as_a_run
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import with_value
 from triaxis.engine.config.training import CONSTANT_RATE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError

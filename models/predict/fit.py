@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Problem, Rule, Subject
+from triaxis.engine.config.problem import Problem, Rule, Subject
 from triaxis.engine.config.tree import RULES, Config, broken_keys, is_whole
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes

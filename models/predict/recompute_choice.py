@@ -23,7 +23,7 @@ from typing import Any
 from triaxis.engine.config.activations import RECOMPUTED_PARTS, RecomputeConfig
 from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.plan import stages_of
-from triaxis.engine.config.section import Subject
+from triaxis.engine.config.problem import Subject
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.device import load_device

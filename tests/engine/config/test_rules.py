@@ -11,10 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.config.bad_configs import BAD, LEGAL, config_with
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.layout import nodes_are_whole
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
-from triaxis.engine.config.section import Subject, divisors, multiples, numbers, with_value
+from triaxis.engine.config.problem import Subject, divisors, multiples, numbers
 from triaxis.engine.config.training import MOST_STEPS
 from triaxis.engine.config.tree import RULES, Config, broken_rules, problems
 from triaxis.engine.errors import ConfigError, TopologyError

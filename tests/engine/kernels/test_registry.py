@@ -20,7 +20,7 @@ from triaxis.engine.checkpoint.environment import describe_environment
 from triaxis.engine.config.activations import KernelsConfig
 from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS, AttentionKernelName
 from triaxis.engine.config.attention_kinds import AttentionPattern
-from triaxis.engine.config.section import with_value
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels import registry
 from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.documented import ROOT
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.extension import OwnCosts
 from triaxis.engine.config.fp8 import Fp8Config
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
-from triaxis.engine.config.section import Subject, with_value
+from triaxis.engine.config.problem import Subject
 from triaxis.engine.config.tree import RULES, Config, broken_keys, problems
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.fp8 import Fp8Config
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.tuning.choose_layout import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, planned_steps
-from triaxis.engine.config.section import Subject
+from triaxis.engine.config.problem import Subject
 from triaxis.engine.config.sizes import LIMITS
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
 from triaxis.engine.data.datasets import open_datasets

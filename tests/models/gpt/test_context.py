@@ -7,9 +7,9 @@ import torch
 
 from tests.parity.cases import Case
 from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.layer_kinds import NORMS
 from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.section import with_value
 from triaxis.engine.errors import ModelError
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.kernels.registry import Kernels
