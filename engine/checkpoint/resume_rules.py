@@ -18,8 +18,9 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.phases import PHASE_FIELDS, fields_of, past_differs
+from triaxis.engine.config.phases import PHASE_FIELDS, fields_of
 from triaxis.engine.config.plan import planned_steps, planned_tokens
+from triaxis.engine.config.run_phases import past_differs
 from triaxis.engine.config.section import Section, Verdict
 from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.errors import CheckpointError

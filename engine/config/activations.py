@@ -2,23 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from triaxis.engine.config.attention_kernels import AttentionKernelName
-from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.context_parallel import starts_from_gathered_keys
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.fp8 import BLOCKS
 from triaxis.engine.config.model import MOST_LAYERS
 from triaxis.engine.config.moe import DispatchName
-from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.problem import Problem, Rule, Subject
 from triaxis.engine.config.rows import Found, Row
 from triaxis.engine.config.section import LAYOUT, OnResume, Section
-
-if TYPE_CHECKING:  # the tree imports every section
-    from triaxis.engine.config.tree import Config
 
 
 class RecomputeConfig(Section):
@@ -135,29 +131,6 @@ class KernelsConfig(Section):
         "auto",
         description="tokens to experts: gather all of them, or exchange rows; auto: all_gather up to ep = top_k",
     )
-
-
-def layers_of_the_largest_chunk(config: "Config") -> int:
-    """Count the layers of the model chunk that has most."""
-    parallel, more = config.parallel, config.model.num_mtp_layers
-    num_stages, given = parallel.pp * parallel.vpp, parallel.layers_per_stage
-    if given == "auto" and config.model.num_layers >= num_stages:
-        return max(len(stage.layers) for stage in stages_of(config))
-    *before, last = given if isinstance(given, list) and given else [-(-config.model.num_layers // num_stages)]
-    return max(*before, last + more) if before else last + more
-
-
-def decides_what_is_gathered(config: "Config") -> bool:
-    """Whether `memory_gb` decides if gathered tensors are kept: the run gathers some whose field is `auto`."""
-    return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
-        config.recompute.gathered_kv == "auto" and starts_from_gathered_keys(config)
-    )
-
-
-def starts_from_gathered_keys(config: "Config") -> bool:
-    """Whether attention's backward starts from gathered keys and values, which its forward kept or which it gathers again."""
-    # Latents are gathered before the recomputed part, which computes keys and values from them.
-    return gathers_keys(config) and config.kernels.attention != "explicit" and config.model.mla is None
 
 
 def modules_are_named_once(subject: Subject) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ All code that depends on a layer's kind (specs, modules, FLOPs, memory) reads th
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,14 +21,14 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, Strict
 from typing_extensions import TypedDict
 
 from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
-from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.attention_pattern import attention_pattern
 from triaxis.engine.config.counts import no_bool
 from triaxis.engine.config.problem import Problem, Rule, Subject
 from triaxis.engine.config.section import LONGEST_SEQUENCE, Section
 
 if TYPE_CHECKING:
     from triaxis.engine.config.model import ModelConfig
-    from triaxis.engine.config.tree import Config
+
 
 WITH_EXPERTS: Mapping[str, "KindFields"] = MappingProxyType({"dense": {}, "moe": {"mlp": "moe"}})
 """Layer kinds that every model with `model.moe` has without listing them."""
@@ -167,49 +167,6 @@ class LayerKind:
     sinks: bool
     has_experts: bool = False
     is_mtp: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPattern:
-    """What a run's layers need from an attention kernel, besides causal attention.
-
-    Attributes:
-        windows, documents, sinks, softcap: model and data features that the kernel must support.
-        parts: True if queries cover only part of the keys' positions (context parallelism).
-    """
-
-    windows: bool = False
-    documents: bool = False
-    sinks: bool = False
-    softcap: bool = False
-    parts: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether plain causal attention is enough."""
-        return not self.asked
-
-    @property
-    def asked(self) -> frozenset[str]:
-        """Names of the features that the kernel must support, as in `AttentionKernel.has`."""
-        return frozenset(each.name for each in fields(self) if getattr(self, each.name))
-
-
-PLAIN = AttentionPattern()
-"""Causal attention alone."""
-
-
-def attention_pattern(config: "Config") -> AttentionPattern:
-    """Collect what a run's attention kernel must support. A window as long as the samples, or longer, counts as none."""
-    model = config.model
-    kinds = set(model.kinds)
-    return AttentionPattern(
-        windows=any(kind.window is not None and kind.window < model.seq_length for kind in kinds),
-        documents=config.data.attention == "within",
-        sinks=any(kind.sinks for kind in kinds),
-        softcap=model.attention_softcap is not None,
-        parts=gathers_keys(config),
-    )
 
 
 def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:

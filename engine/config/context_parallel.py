@@ -15,14 +15,13 @@ computes whole rows' keys and values from them. A layer then sends 2 t (kv_lora_
 """
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from triaxis.engine.config.layer_products import kv_heads_on_rank
+from triaxis.engine.config.layout import Method
 
 if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
-
-Method = Literal["all_gather", "ulysses"]
 
 MOST_PIECES = 4
 """Maximum number of pieces in which keys and values are gathered; each needs a key/value head."""
@@ -81,3 +80,16 @@ def method_line(config: "Config") -> str:
     share = 1.0 if is_explicit else float(exposed_share(kv_heads))
     of_heads = f"of the {kv_heads} key/value heads of a rank, {share:.0%} of the bytes exposed"
     return f"all_gather: keys and values in {pieces} piece{'s' * (pieces > 1)} {of_heads}"
+
+
+def starts_from_gathered_keys(config: "Config") -> bool:
+    """Whether attention's backward starts from gathered keys and values, which its forward kept or which it gathers again."""
+    # Latents are gathered before the recomputed part, which computes keys and values from them.
+    return gathers_keys(config) and config.kernels.attention != "explicit" and config.model.mla is None
+
+
+def decides_what_is_gathered(config: "Config") -> bool:
+    """Whether `memory_gb` decides if gathered tensors are kept: the run gathers some whose field is `auto`."""
+    return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
+        config.recompute.gathered_kv == "auto" and starts_from_gathered_keys(config)
+    )

@@ -19,7 +19,7 @@ from triaxis.engine.layout.shard_spec import ParamSpec
 if TYPE_CHECKING:  # engine/config/model.py imports this module
     from triaxis.engine.config.model import ModelConfig
     from triaxis.engine.config.training import OptimizerConfig
-    from triaxis.engine.config.tree import Config
+
 
 Weigh = Callable[[Any, Any, Any], Any]
 """Type of the function `weights` that a `LossPart` may have."""
@@ -258,14 +258,6 @@ class OwnCosts:
 NO_COSTS = OwnCosts()
 """No extra cost: nothing was measured yet, or the parts cost as much as the built-in ones."""
 
-Measure = Callable[["Config", ParallelSizes], OwnCosts]
-"""Function that measures what an extension's parts cost in a layout."""
-
-
-def as_ours(config: "Config", sizes: ParallelSizes) -> OwnCosts:
-    """Return zero extra costs, as if an extension's parts cost as much as the built-in ones."""
-    return NO_COSTS
-
 
 @dataclass(frozen=True, slots=True)
 class Extension:
@@ -279,7 +271,7 @@ class Extension:
         loss: loss per token.
         schedule: learning rate after the warm-up, with `optimizer.lr_schedule: extension`.
         update: update rule, with `optimizer.name: extension`.
-        costs: function that returns the parts' costs in a layout; it replaces the measurement, which some parts do not allow.
+        costs: function of (`Config`, sizes) that returns the parts' costs, if they cannot be measured or need not be.
         meters: functions that build a step meter, each like `triaxis.engine.telemetry.meters.step_meter.StepMeter.of`.
         corpora: functions that open a corpus, by the NAME in its path `extension:NAME` (`data.train`, `data.valid`).
     """
@@ -291,7 +283,7 @@ class Extension:
     loss: LossPart | None = None
     schedule: Schedule | None = None
     update: type[UpdatePart] | None = None
-    costs: Callable[["Config", ParallelSizes], OwnCosts] | None = None
+    costs: Callable[[Any, ParallelSizes], OwnCosts] | None = None
     meters: Sequence[Callable[[Any], Any]] = ()
     corpora: Mapping[str, Callable[[str], DocumentsPart]] = field(default_factory=dict)
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.extension import NO_COSTS, OWN_CORPUS, Extension, OwnCosts
 from triaxis.engine.config.places import LocalPath, local_path
 from triaxis.engine.config.problem import Problem, Rule, Subject
@@ -24,9 +23,9 @@ from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Section
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.storage.user_module import UserModuleError, available_source, find_sources, is_path, load
 
-if TYPE_CHECKING:  # engine/config/model.py imports this module
+if TYPE_CHECKING:
     from triaxis.engine.config.model import ModelConfig
-    from triaxis.engine.config.tree import Config
+
 
 NAME = "extension"
 """Name that a user's module assigns its `Extension` to."""
@@ -75,6 +74,12 @@ class ExtensionConfig(Section):
         """Measured costs; `NO_COSTS` if nothing was measured."""
         return self._costs
 
+    def with_costs(self, costs: OwnCosts) -> "ExtensionConfig":
+        """Copy the section with measured costs attached, which are never written to a file."""
+        measured = self.model_copy()
+        measured._costs = costs
+        return measured
+
     def __str__(self) -> str:
         given = ", ".join(f"{part} {_name(each)}" for part, each in self.read().parts().items())
         return f"{self.source} ({self.digest[:8]}): {given}"
@@ -111,15 +116,6 @@ def _name(given: Any) -> str:
 
 def _names() -> str:
     return ", ".join(one.name for one in fields(Extension))
-
-
-def with_costs(config: "Config", costs: OwnCosts) -> "Config":
-    """Attach measured costs, which are never written to a file, to the configuration."""
-    if (own := config.model.extension) is None:
-        return config
-    measured = own.model_copy()
-    measured._costs = costs
-    return with_value(config, "model.extension", measured)
 
 
 def placed(section: object, folder: Path) -> object:

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from triaxis.engine.config.context_parallel import Method
 from triaxis.engine.config.model import MOST_LAYERS
 from triaxis.engine.config.plan import partial_batch, product_of_sizes, unfilled_world
 from triaxis.engine.config.problem import Problem, Rule, Subject, divisors, numbers
@@ -16,6 +15,8 @@ from triaxis.engine.config.schedule_file import ScheduleFile
 from triaxis.engine.config.section import LAYOUT, OnResume, Section
 from triaxis.engine.layout.partition import partition
 from triaxis.engine.layout.rank_rules import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes, uneven_replicas
+
+Method = Literal["all_gather", "ulysses"]
 
 
 class ParallelConfig(Section):

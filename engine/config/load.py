@@ -17,10 +17,11 @@ from typing import Annotated, Any, TypeVar, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from triaxis.engine.config.dotted import get_field, with_fields
 from triaxis.engine.config.earlier import translated
 from triaxis.engine.config.extension_section import extension_problem, placed
 from triaxis.engine.config.foreign_names import AND_FIELD, is_foreign, our_value, unknown_key
-from triaxis.engine.config.phases import PhaseFields, fields_of, get_field, refused_field, with_fields
+from triaxis.engine.config.phases import PhaseFields, fields_of, refused_field
 from triaxis.engine.config.problem import Rule
 from triaxis.engine.config.section import Section
 from triaxis.engine.config.shipped import config_path, nearest_names

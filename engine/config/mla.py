@@ -10,16 +10,9 @@ that rotates in part. Caches and context parallelism store and gather c_kv and t
 however many heads there are.
 """
 
-import math
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
 from triaxis.engine.config.section import LARGEST_WIDTH, Section
-
-if TYPE_CHECKING:
-    from triaxis.engine.config.attention_kinds import LayerKind
-    from triaxis.engine.config.model import ModelConfig
 
 
 class MLAConfig(Section):
@@ -49,19 +42,3 @@ class MLAConfig(Section):
     def latent_size(self) -> int:
         """Elements per token that the down-projections of x compute: both latents and the rotated key."""
         return (self.q_lora_rank or 0) + self.cached_size
-
-
-def softmax_scale(model: "ModelConfig", kind: "LayerKind") -> float | None:
-    """Factor on a layer's attention logits; None: 1 / sqrt(query size).
-
-    With latent attention and YaRN's `mscale_all_dim` m, the factor is (0.1 m ln(factor) + 1)^2 / sqrt(query size), as in DeepSeek's
-    own code. If `model.attention_scale` is set, it is the factor.
-    """
-    if model.attention_scale is not None or model.mla is None:
-        return model.attention_scale
-    scale = float(model.head_size**-0.5)
-    scaling = None if kind.rotary is None else kind.rotary.scaling
-    if scaling is None or scaling.mscale_all_dim is None or scaling.factor is None or scaling.factor <= 1:
-        return scale
-    mscale = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0
-    return scale * mscale * mscale

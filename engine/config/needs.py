@@ -1,8 +1,8 @@
 """What a field needs: the conditions without which a value has no effect, or is not allowed."""
 
-from triaxis.engine.config.activations import decides_what_is_gathered
+from triaxis.engine.config.context_parallel import decides_what_is_gathered
+from triaxis.engine.config.expert_rows import dispatch_of
 from triaxis.engine.config.fp8 import BLOCKS
-from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.config.rows import Need
 from triaxis.engine.config.training import DECAYS

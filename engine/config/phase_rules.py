@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from triaxis.engine.config.phases import run_phases
 from triaxis.engine.config.problem import Problem, Rule, Subject
+from triaxis.engine.config.run_phases import run_phases
 
 
 def phases_follow_each_other(subject: Subject) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from triaxis.engine.config.phases import RunPhase, current_phase, run_phases
+from triaxis.engine.config.run_phases import RunPhase, current_phase, run_phases
 from triaxis.engine.config.stage_work import head_forward_flops, layers_forward_flops
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.balance import balance, even_counts, largest_work
@@ -12,7 +12,7 @@ from triaxis.engine.layout.partition import StageLayers, partition
 from triaxis.engine.layout.placement import Placement
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
-if TYPE_CHECKING:  # the sections import this module
+if TYPE_CHECKING:
     from triaxis.engine.config.layout import ParallelConfig
     from triaxis.engine.config.training import TrainConfig
     from triaxis.engine.config.tree import Config
@@ -242,3 +242,13 @@ def local_seq_length(config: "Config") -> int:
     """Number of tokens per sample that one rank holds outside the tensor-parallel region."""
     parallel = config.parallel
     return part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)
+
+
+def layers_of_the_largest_chunk(config: "Config") -> int:
+    """Count the layers of the model chunk that has most."""
+    parallel, more = config.parallel, config.model.num_mtp_layers
+    num_stages, given = parallel.pp * parallel.vpp, parallel.layers_per_stage
+    if given == "auto" and config.model.num_layers >= num_stages:
+        return max(len(stage.layers) for stage in stages_of(config))
+    *before, last = given if isinstance(given, list) and given else [-(-config.model.num_layers // num_stages)]
+    return max(*before, last + more) if before else last + more

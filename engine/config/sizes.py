@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from triaxis.engine.config.activations import layers_of_the_largest_chunk
 from triaxis.engine.config.context_parallel import local_kv_heads
-from triaxis.engine.config.fp8 import fp8_kinds, fp8_multiple
+from triaxis.engine.config.fp8_layers import fp8_kinds, fp8_multiple
 from triaxis.engine.config.model import BYTES_VOCABULARY
 from triaxis.engine.config.optimizer_kinds import MOMENTS, OPTIMIZERS, StateKind
-from triaxis.engine.config.plan import planned_steps, planned_tokens
+from triaxis.engine.config.plan import layers_of_the_largest_chunk, planned_steps, planned_tokens
 from triaxis.engine.config.rows import Division, Limit
 from triaxis.engine.config.training import OptimizerConfig
 

@@ -31,9 +31,10 @@ from triaxis.engine.config.model import MODEL_RULES, ModelConfig
 from triaxis.engine.config.needs import NEEDS
 from triaxis.engine.config.optimizer_kinds import StateKind, state_kinds
 from triaxis.engine.config.phase_rules import PHASE_RULES
-from triaxis.engine.config.phases import PhaseFields, at_phase
+from triaxis.engine.config.phases import PhaseFields
 from triaxis.engine.config.problem import Problem, Rule, Subject
 from triaxis.engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
+from triaxis.engine.config.run_phases import at_phase
 from triaxis.engine.config.section import MEANT, OnResume, Section, Verdict
 from triaxis.engine.config.sizes import DIVISIONS, LIMITS
 from triaxis.engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig

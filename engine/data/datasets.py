@@ -19,7 +19,7 @@ import numpy as np
 
 from triaxis.engine.config.data import DataConfig, reads_documents
 from triaxis.engine.config.extension import OURS, Extension
-from triaxis.engine.config.phases import DataSegment, data_segments
+from triaxis.engine.config.run_phases import DataSegment, data_segments
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.blend import Blend, counts_of

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
-from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern
+from triaxis.engine.config.attention_pattern import PLAIN, AttentionPattern
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.attention import attention

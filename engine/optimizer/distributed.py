@@ -21,10 +21,10 @@ from types import MappingProxyType
 import torch
 
 from triaxis.engine.config.extension import UpdatePart
-from triaxis.engine.config.groups import update_rule
 from triaxis.engine.config.optimizer_kinds import MASTER, state_kinds
 from triaxis.engine.config.state_plan import state_rows
 from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
+from triaxis.engine.config.update_settings import update_rule
 from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.kernels.apex import Apex
 from triaxis.engine.kernels.fusion import Fusion

@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ladder:
         return _ladder(config, args)
     # torch is imported only here, so that `--help` and mistakes are answered at once.
-    from triaxis.engine.config.extension_section import with_costs
+    from triaxis.engine.config.extension_costs import with_costs
     from triaxis.launch.footprint.own_costs import OwnCostsMeter
     from triaxis.launch.footprint.run import Footprints
     from triaxis.models.gpt.chunk import build_chunks

@@ -11,8 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.extension import Measure, as_ours
-from triaxis.engine.config.extension_section import with_costs
+from triaxis.engine.config.extension_costs import Measure, as_ours, with_costs
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError

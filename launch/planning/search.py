@@ -25,8 +25,7 @@ from math import floor, inf
 
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.extension import Measure, as_ours
-from triaxis.engine.config.extension_section import with_costs
+from triaxis.engine.config.extension_costs import Measure, as_ours, with_costs
 from triaxis.engine.config.problem import Subject
 from triaxis.engine.config.tree import RULES, Config, broken_keys
 from triaxis.engine.errors import ConfigError, counted

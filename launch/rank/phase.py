@@ -13,7 +13,7 @@ from triaxis.engine.checkpoint.resume_rules import SEQUENCE_COUNTS, accepting, w
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.store_agreement import rank_0_says
 from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.phases import at_phase, phase_at
+from triaxis.engine.config.run_phases import at_phase, phase_at
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.run.directory import RunDirectory, run_name

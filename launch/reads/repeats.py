@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from triaxis.engine.config.extension import OWN_CORPUS
-from triaxis.engine.config.phases import RunPhase, at_phase, run_phases
+from triaxis.engine.config.run_phases import RunPhase, at_phase, run_phases
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.samples import SampleSource

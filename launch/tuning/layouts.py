@@ -23,7 +23,7 @@ from statistics import median
 import yaml
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.phases import as_a_run
+from triaxis.engine.config.run_phases import as_a_run
 from triaxis.engine.config.training import CONSTANT_RATE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, ExitCode, TriaxisError

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
+from triaxis.engine.config.expert_rows import dispatch_of
 from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.plan import data_parallel_size, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import block_length

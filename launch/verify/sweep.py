@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from triaxis.engine.config.fp8 import without_gather
 from triaxis.engine.config.layout import schedule_problems
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
-from triaxis.launch.verify.trial import ONE_PROCESS, checked
+from triaxis.launch.verify.trial import ONE_PROCESS, checked, without_gather
 from triaxis.launch.verify.verdict.causes import cause_of
 from triaxis.launch.verify.verdict.evidence import ALONE, Evidence, SublayoutVerdict
 from triaxis.launch.verify.verdict.judge import Verdict

@@ -13,11 +13,10 @@ from typing import Any
 from triaxis.engine.config.data import DataConfig, reads_documents
 from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.extension import OWN_CORPUS
-from triaxis.engine.config.fp8 import without_gather
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
-from triaxis.engine.config.phases import as_a_run
 from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.run_phases import as_a_run
 from triaxis.engine.config.training import CONSTANT_RATE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
@@ -134,6 +133,12 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     reference = checked(one)
     # Resolved like the layout, so that a one-process layout equals its reference.
     return Trial(checked(tree), resolve_recompute(reference, parallel_sizes(reference)), _noise(one))
+
+
+def without_gather(tree: dict[str, Any]) -> None:
+    """Set `precision.fp8.gather` to bf16, in place, if the configuration tree has FP8 but no sequence parallelism."""
+    if tree["precision"]["fp8"] is not None and not tree["parallel"]["sequence_parallel"]:
+        tree["precision"]["fp8"]["gather"] = "bf16"
 
 
 def _with_recompute(asked: Config, *, small: bool) -> Config:

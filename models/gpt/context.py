@@ -11,7 +11,7 @@ from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.attention_kinds import LayerKind, Rotary
-from triaxis.engine.config.mla import softmax_scale
+from triaxis.engine.config.attention_pattern import softmax_scale
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.context_parallel.mixer import Made, Mixer, as_they_are
 from triaxis.engine.data.documents import Documents

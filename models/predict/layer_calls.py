@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from triaxis.engine.comm.ledger import HEADS, KEYS_AND_VALUES
 from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
-from triaxis.engine.config.fp8 import fp8_layers
+from triaxis.engine.config.fp8_layers import fp8_layers
 from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes

@@ -42,9 +42,10 @@ from triaxis.engine.comm.ledger import (
     REPLICA_GRADIENTS,
     Event,
 )
-from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
+from triaxis.engine.config.expert_rows import dispatch_of
+from triaxis.engine.config.fp8 import BLOCKS
+from triaxis.engine.config.fp8_layers import fp8_layers
 from triaxis.engine.config.layer_products import layer_products
-from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.plan import batch_plan, local_seq_length, part_length
 from triaxis.engine.config.state_plan import ITEMSIZE, layout_of, main_grad_dtype
 from triaxis.engine.config.tree import Config

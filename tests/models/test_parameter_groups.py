@@ -4,8 +4,8 @@ import pytest
 
 from tests.engine.config.bad_configs import config_with
 from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.groups import UpdateRule, update_rule
 from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.update_settings import UpdateRule, update_rule
 from triaxis.models.parameter_groups import grouped_parameters, groups_have_parameters
 
 

@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from triaxis.engine.config.moe import dispatch_of
-from triaxis.engine.config.phases import as_a_run
+from triaxis.engine.config.expert_rows import dispatch_of
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.run_phases import as_a_run
 from triaxis.engine.config.training import CONSTANT_RATE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import counted

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.engine.config.bad_configs import LEGAL
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.phases import (
+from triaxis.engine.config.plan import batch_plan, planned_steps, planned_tokens
+from triaxis.engine.config.run_phases import (
     as_a_run,
     at_phase,
     current_phase,
@@ -19,7 +20,6 @@ from triaxis.engine.config.phases import (
     phase_at,
     run_phases,
 )
-from triaxis.engine.config.plan import batch_plan, planned_steps, planned_tokens
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 
 from tests.harness import run_ranks
 from triaxis.engine.config.extension import NO_COSTS, OwnCosts
-from triaxis.engine.config.extension_section import with_costs
+from triaxis.engine.config.extension_costs import with_costs
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from triaxis.engine.config.attention_kinds import AttentionPattern
+from triaxis.engine.config.attention_pattern import AttentionPattern
 from triaxis.engine.config.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.documents import Documents

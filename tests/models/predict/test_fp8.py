@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parity.cases import Case, build_rank
-from triaxis.engine.config.fp8 import fp8_line
+from triaxis.engine.config.fp8_layers import fp8_line
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.linear.fp8_gemms import Fp8Gemms
