@@ -271,7 +271,7 @@ class Extension:
         loss: loss per token.
         schedule: learning rate after the warm-up, with `optimizer.lr_schedule: extension`.
         update: update rule, with `optimizer.name: extension`.
-        costs: function of (`Config`, sizes) that returns the parts' costs, if they cannot be measured or need not be.
+        costs: function of (`Config`, sizes) that gives the parts' costs; it replaces the measurement, which not all parts allow.
         meters: functions that build a step meter, each like `triaxis.engine.telemetry.meters.step_meter.StepMeter.of`.
         corpora: functions that open a corpus, by the NAME in its path `extension:NAME` (`data.train`, `data.valid`).
     """

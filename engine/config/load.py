@@ -19,9 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from triaxis.engine.config.dotted import get_field, with_fields
 from triaxis.engine.config.earlier import translated
-from triaxis.engine.config.extension_section import extension_problem, placed
+from triaxis.engine.config.extension_rules import extension_problem
+from triaxis.engine.config.extension_section import placed
 from triaxis.engine.config.foreign_names import AND_FIELD, is_foreign, our_value, unknown_key
-from triaxis.engine.config.phases import PhaseFields, fields_of, refused_field
+from triaxis.engine.config.phase_rules import refused_field
+from triaxis.engine.config.phases import PhaseFields, fields_of
 from triaxis.engine.config.problem import Rule
 from triaxis.engine.config.section import Section
 from triaxis.engine.config.shipped import config_path, nearest_names

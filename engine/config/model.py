@@ -1,26 +1,17 @@
-"""The `model` section and its rules, including those that involve the tensor-parallel size."""
+"""The `model` section: the GPT, however it is cut over ranks."""
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from triaxis.engine.config import attention_kinds, layer_kinds
-from triaxis.engine.config.attention_kinds import (
-    ATTENTION_KIND_RULES,
-    KindFields,
-    LayerKind,
-    RopeBase,
-    RopeScaling,
-    Share,
-    Window,
-)
+from triaxis.engine.config.attention_kinds import KindFields, LayerKind, RopeBase, RopeScaling, Share, Window
 from triaxis.engine.config.extension import NO_COSTS, OURS, Extension, OwnCosts
-from triaxis.engine.config.extension_section import EXTENSION_RULES, ExtensionConfig
+from triaxis.engine.config.extension_section import ExtensionConfig
 from triaxis.engine.config.layer_kinds import Activation, Norm, Position
 from triaxis.engine.config.mla import MLAConfig
-from triaxis.engine.config.moe import MOE_RULES, MoEConfig
+from triaxis.engine.config.moe import MoEConfig
 from triaxis.engine.config.mtp import MTPConfig
-from triaxis.engine.config.problem import Rule
 from triaxis.engine.config.section import LARGEST_WIDTH, LAYOUT, LONGEST_SEQUENCE, MEANT, Section
 
 MOST_LAYERS = 10_000
@@ -227,10 +218,3 @@ class ModelConfig(Section):
     @property
     def padded_vocab_size(self) -> int:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-
-MODEL_RULES: tuple[Rule, ...] = (
-    *ATTENTION_KIND_RULES,
-    *EXTENSION_RULES,
-    *MOE_RULES,
-)

@@ -1,4 +1,4 @@
-"""The `model.moe` section and its rules: layers whose MLP is a mixture of experts.
+"""The `model.moe` section: layers whose MLP is a mixture of experts.
 
     layers: [dense*3, moe*58]        `dense` and `moe` are layer kinds that every model with this section has
     moe: {num_experts: 256, top_k: 8, ffn_hidden_size: 2048, shared_experts: 1, score: sigmoid}
@@ -13,14 +13,11 @@ among equal scores, the expert with the lower index comes first.
 `scaling` and `normalize` are fields of this section; `shared` is the shared experts' MLP.
 """
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from triaxis.engine.config.problem import Problem, Rule, Subject, divisors
 from triaxis.engine.config.section import LARGEST_WIDTH, MEANT, OnResume, Section
-from triaxis.engine.layout.rank_rules import uneven_experts
 
 MOST_EXPERTS = 2**16
 """Maximum number of experts in a layer."""
@@ -108,36 +105,3 @@ class MoEConfig(Section):
     def shared_size(self) -> int:
         """Inner width of the shared MLP, which every token passes through; 0: none."""
         return self.shared_experts * self.ffn_hidden_size
-
-
-def experts_have_layers(subject: Subject) -> Iterator[Problem]:
-    model = subject.config.model
-    if model.moe is not None and not model.has_experts:
-        yield Problem(
-            "model.layers",
-            model.layers,
-            "must name layers with experts where model.moe is given: no layer would have them",
-            {},
-            "For example model.layers=[moe], or [dense*3, moe*58].",
-        )
-
-
-def experts_over_ranks(subject: Subject) -> Iterator[Problem]:
-    parallel, dp = subject.config.parallel, subject.dp
-    if subject.config.model.moe is None:
-        return
-    if parallel.etp not in (1, parallel.tp):
-        yield subject.problem(
-            "parallel.etp",
-            f"must be 1 or parallel.tp = {parallel.tp}: an expert is whole on a rank, or cut like other layers",
-            {"parallel.etp": [1, parallel.tp]},
-        )
-    if dp is not None and (rule := uneven_experts(parallel.tp * parallel.cp * dp, parallel.ep, parallel.etp)):
-        yield subject.problem(
-            "parallel.ep",
-            rule,
-            {"parallel.ep": divisors(parallel.tp * parallel.cp * dp, parallel.ep), "parallel.etp": [1]},
-        )
-
-
-MOE_RULES: tuple[Rule, ...] = (experts_have_layers, experts_over_ranks)

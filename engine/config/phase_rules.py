@@ -1,7 +1,8 @@
 """Configuration rules for phases: their names, their ends, and settings that do not allow several phases."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
+from triaxis.engine.config.phases import PHASE_FIELDS, PHASE_SECTIONS
 from triaxis.engine.config.problem import Problem, Rule, Subject
 from triaxis.engine.config.run_phases import run_phases
 
@@ -57,3 +58,20 @@ def phases_can_change(subject: Subject) -> Iterator[Problem]:
 
 
 PHASE_RULES: tuple[Rule, ...] = (phases_follow_each_other, phases_can_change)
+
+
+def refused_field(key: str, known: Collection[str]) -> str | None:
+    """Explain why a phase cannot have the field `key`, in words that follow the field's name; None if it can.
+
+    Args:
+        key: the field's dotted name.
+        known: dotted names of all configuration fields.
+    """
+    if key in PHASE_FIELDS or (key.split(".")[0] in PHASE_SECTIONS and key in known):
+        return None
+    if key not in known:
+        return ": there is no such field; a phase has a name, an end (until) and dotted names of the configuration"
+    return (
+        " is one field of the whole run: it cannot change at the edge of a phase. A phase may have "
+        f"{', '.join(PHASE_FIELDS)}, and fields of {', '.join(PHASE_SECTIONS)}"
+    )

@@ -11,7 +11,7 @@ lacks get the config's own value. So a config in one phase holds all phases, and
 Where each phase begins and ends follows from the config alone (`engine/config/run_phases.py`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Required
 
 from pydantic import ConfigDict, Field
@@ -43,20 +43,3 @@ class PhaseFields(TypedDict, total=False):
 def fields_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration fields that a phase sets, by dotted name."""
     return {key: value for key, value in entry.items() if key not in PhaseFields.__annotations__}
-
-
-def refused_field(key: str, known: Collection[str]) -> str | None:
-    """Explain why a phase cannot have the field `key`, in words that follow the field's name; None if it can.
-
-    Args:
-        key: the field's dotted name.
-        known: dotted names of all configuration fields.
-    """
-    if key in PHASE_FIELDS or (key.split(".")[0] in PHASE_SECTIONS and key in known):
-        return None
-    if key not in known:
-        return ": there is no such field; a phase has a name, an end (until) and dotted names of the configuration"
-    return (
-        " is one field of the whole run: it cannot change at the edge of a phase. A phase may have "
-        f"{', '.join(PHASE_FIELDS)}, and fields of {', '.join(PHASE_SECTIONS)}"
-    )

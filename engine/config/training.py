@@ -1,6 +1,6 @@
-"""The `train`, `optimizer` and `precision` sections and their rules."""
+"""The `train`, `eval`, `optimizer` and `precision` sections."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,18 +9,14 @@ from pydantic import Field
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.ema import EmaConfig
 from triaxis.engine.config.fp8 import Fp8Config
-from triaxis.engine.config.groups import GROUP_RULES, GroupFields
+from triaxis.engine.config.groups import GroupFields
 from triaxis.engine.config.loss_scale import LossScaleConfig
 from triaxis.engine.config.optimizer_kinds import OptimizerName
-from triaxis.engine.config.plan import partial_batch
-from triaxis.engine.config.problem import Problem, Rule, Subject, divisors, multiples
 from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Section
 
 MOST_STEPS = 2**40
 """Maximum optimizer steps in a run; at one step per millisecond they would take 35 years."""
 
-MOST_MICROBATCHES = 2**17
-"""Maximum microbatches per pipeline and step: a schedule lists a forward and a backward for each."""
 
 DECAYS = ("cosine", "linear")
 """Schedules that decay from the end of the warm-up on; the others may have a cooldown."""
@@ -142,37 +138,3 @@ class PrecisionConfig(Section):
     def scaling(self) -> LossScaleConfig | None:
         """The run's loss-scale settings; None unless its dtype is fp16."""
         return (self.loss_scale or LossScaleConfig()) if self.dtype == "fp16" else None
-
-
-def batch_is_whole_microbatches(subject: Subject) -> Iterator[Problem]:
-    train, dp = subject.config.train, subject.dp
-    if rule := partial_batch(train, dp):
-        yield subject.problem(
-            "train.global_batch_size",
-            rule,
-            {
-                "train.global_batch_size": multiples(train.micro_batch_size * (dp or 1), train.global_batch_size),
-                "train.micro_batch_size": divisors(train.global_batch_size, train.micro_batch_size),
-                "parallel.dp": divisors(train.global_batch_size, dp) if dp is not None else [],
-            },
-        )
-
-
-def microbatches_can_be_listed(subject: Subject) -> Iterator[Problem]:
-    train, dp = subject.config.train, subject.dp or 1
-    num_microbatches = train.global_batch_size // (train.micro_batch_size * dp)
-    if num_microbatches > MOST_MICROBATCHES:
-        most = MOST_MICROBATCHES * train.micro_batch_size * dp
-        yield subject.problem(
-            "train.global_batch_size",
-            f"makes {num_microbatches:,} microbatches per pipeline and step, and at most {MOST_MICROBATCHES:,} are planned: a "
-            "schedule lists each of them, and would not fit in memory",
-            {"train.global_batch_size": [most]},
-        )
-
-
-TRAINING_RULES: tuple[Rule, ...] = (
-    batch_is_whole_microbatches,
-    microbatches_can_be_listed,
-    *GROUP_RULES,
-)

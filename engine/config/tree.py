@@ -23,22 +23,31 @@ from typing import Annotated
 
 from pydantic import Field
 
-from triaxis.engine.config.activations import ACTIVATION_RULES, KernelsConfig, OffloadConfig, RecomputeConfig
-from triaxis.engine.config.data import DATA_RULES, DataConfig
+from triaxis.engine.config.activations import KernelsConfig, OffloadConfig, RecomputeConfig
+from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.data_rules import DATA_RULES
 from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
-from triaxis.engine.config.model import MODEL_RULES, ModelConfig
+from triaxis.engine.config.extension_rules import EXTENSION_RULES
+from triaxis.engine.config.layer_kind_rules import LAYER_KIND_RULES
+from triaxis.engine.config.layout import ParallelConfig, ScheduleConfig
+from triaxis.engine.config.layout_rules import LAYOUT_RULES
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.moe_rules import MOE_RULES
 from triaxis.engine.config.needs import NEEDS
 from triaxis.engine.config.optimizer_kinds import StateKind, state_kinds
 from triaxis.engine.config.phase_rules import PHASE_RULES
 from triaxis.engine.config.phases import PhaseFields
 from triaxis.engine.config.problem import Problem, Rule, Subject
-from triaxis.engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
+from triaxis.engine.config.recompute_rules import RECOMPUTE_RULES
+from triaxis.engine.config.run import CheckpointConfig, ResilienceConfig, RuntimeConfig
 from triaxis.engine.config.run_phases import at_phase
+from triaxis.engine.config.run_rules import RUN_RULES
 from triaxis.engine.config.section import MEANT, OnResume, Section, Verdict
 from triaxis.engine.config.sizes import DIVISIONS, LIMITS
-from triaxis.engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
-from triaxis.engine.config.training import TRAINING_RULES, EvalConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.config.telemetry_rules import TELEMETRY_RULES
+from triaxis.engine.config.training import EvalConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from triaxis.engine.config.training_rules import TRAINING_RULES
 from triaxis.engine.errors import ConfigError
 
 FORMAT_VERSION = 2
@@ -82,13 +91,15 @@ class Config(Section):
 
 RULES: tuple[Rule, ...] = (
     *DIVISIONS,
-    *MODEL_RULES,
+    *LAYER_KIND_RULES,
+    *EXTENSION_RULES,
+    *MOE_RULES,
     *DATA_RULES,
     *LAYOUT_RULES,
     *LIMITS,
     *NEEDS,
     *TRAINING_RULES,
-    *ACTIVATION_RULES,
+    *RECOMPUTE_RULES,
     *RUN_RULES,
     *TELEMETRY_RULES,
     *PHASE_RULES,

@@ -139,7 +139,7 @@ def asked_for(args: argparse.Namespace) -> Schedule:
         ScheduleError: a size is missing, wrong or too large, an argument needs a config, or no schedule has that name.
         ConfigError: the schedule with that name cannot have this vpp.
     """
-    from triaxis.engine.config.layout import schedule_problems
+    from triaxis.engine.config.layout_rules import schedule_problems
 
     if useless := [*typed(args, "dp", "world_size"), *args.overrides]:
         raise ScheduleError(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.documented import ROOT
 from tests.engine.config.bad_configs import LEGAL, config_with
 from triaxis.engine.checkpoint.resume_rules import changes
-from triaxis.engine.config.attention_kinds import BEYOND_PLAIN, attention_pattern, beyond_plain
-from triaxis.engine.config.attention_pattern import PLAIN, AttentionPattern
+from triaxis.engine.config.attention_kinds import BEYOND_PLAIN, beyond_plain
+from triaxis.engine.config.attention_pattern import PLAIN, AttentionPattern, attention_pattern
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError

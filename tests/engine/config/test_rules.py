@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engine.config.bad_configs import BAD, LEGAL, config_with
 from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.layout import nodes_are_whole
+from triaxis.engine.config.layout_rules import nodes_are_whole
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
 from triaxis.engine.config.problem import Subject, divisors, multiples, numbers
