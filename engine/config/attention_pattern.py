@@ -2,14 +2,11 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
+from triaxis.engine.config.attention_kinds import LayerKind
 from triaxis.engine.config.context_parallel import gathers_keys
-
-if TYPE_CHECKING:
-    from triaxis.engine.config.attention_kinds import LayerKind
-    from triaxis.engine.config.model import ModelConfig
-    from triaxis.engine.config.tree import Config
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ PLAIN = AttentionPattern()
 """Causal attention alone."""
 
 
-def attention_pattern(config: "Config") -> AttentionPattern:
+def attention_pattern(config: Config) -> AttentionPattern:
     """Collect what a run's attention kernel must support. A window as long as the samples, or longer, counts as none."""
     model = config.model
     kinds = set(model.kinds)
@@ -55,7 +52,7 @@ def attention_pattern(config: "Config") -> AttentionPattern:
     )
 
 
-def softmax_scale(model: "ModelConfig", kind: "LayerKind") -> float | None:
+def softmax_scale(model: ModelConfig, kind: LayerKind) -> float | None:
     """Factor on a layer's attention logits; None: 1 / sqrt(query size).
 
     With latent attention and YaRN's `mscale_all_dim` m, the factor is (0.1 m ln(factor) + 1)^2 / sqrt(query size), as in DeepSeek's

@@ -15,13 +15,10 @@ computes whole rows' keys and values from them. A layer then sends 2 t (kv_lora_
 """
 
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from triaxis.engine.config.layer_products import kv_heads_on_rank
 from triaxis.engine.config.layout import Method
-
-if TYPE_CHECKING:
-    from triaxis.engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 MOST_PIECES = 4
 """Maximum number of pieces in which keys and values are gathered; each needs a key/value head."""
@@ -34,7 +31,7 @@ def heads_of_pieces(num_kv_heads: int) -> list[int]:
     return [each + (piece < more) for piece in range(num_pieces)]
 
 
-def local_kv_heads(config: "Config") -> int:
+def local_kv_heads(config: Config) -> int:
     """Count a tensor-parallel rank's key/value heads in the run's layout."""
     return kv_heads_on_rank(config.model, config.parallel.tp)
 
@@ -44,7 +41,7 @@ def exposed_share(num_kv_heads: int) -> Fraction:
     return Fraction(heads_of_pieces(num_kv_heads)[0], num_kv_heads)
 
 
-def method_of(config: "Config") -> Method:
+def method_of(config: Config) -> Method:
     """Return the context-parallel method of a config that has passed the rules.
 
     `auto` chooses `all_gather` with latents, or if cp does not divide a rank's key/value heads; otherwise the method that exposes
@@ -63,12 +60,12 @@ def method_of(config: "Config") -> Method:
     return "ulysses" if Fraction(4 * (heads + kv_heads), config.parallel.cp) < gathered else "all_gather"
 
 
-def gathers_keys(config: "Config") -> bool:
+def gathers_keys(config: Config) -> bool:
     """Whether a rank holds queries for only a part of each row, and gathers the whole row's keys and values for them."""
     return config.parallel.cp > 1 and method_of(config) == "all_gather"
 
 
-def method_line(config: "Config") -> str:
+def method_line(config: Config) -> str:
     """Describe the method in one line, with its exposed share of bytes, for a config with cp above 1."""
     kv_heads, is_explicit = local_kv_heads(config), config.kernels.attention == "explicit"
     if not gathers_keys(config):
@@ -82,13 +79,13 @@ def method_line(config: "Config") -> str:
     return f"all_gather: keys and values in {pieces} piece{'s' * (pieces > 1)} {of_heads}"
 
 
-def starts_from_gathered_keys(config: "Config") -> bool:
+def starts_from_gathered_keys(config: Config) -> bool:
     """Whether attention's backward starts from gathered keys and values, which its forward kept or which it gathers again."""
     # Latents are gathered before the recomputed part, which computes keys and values from them.
     return gathers_keys(config) and config.kernels.attention != "explicit" and config.model.mla is None
 
 
-def decides_what_is_gathered(config: "Config") -> bool:
+def decides_what_is_gathered(config: Config) -> bool:
     """Whether `memory_gb` decides if gathered tensors are kept: the run gathers some whose field is `auto`."""
     return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
         config.recompute.gathered_kv == "auto" and starts_from_gathered_keys(config)

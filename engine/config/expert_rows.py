@@ -1,14 +1,10 @@
 """How tokens reach their experts, and how many rows a rank's experts get."""
 
-from typing import TYPE_CHECKING
-
 from triaxis.engine.config.moe import DispatchName, MoEConfig
-
-if TYPE_CHECKING:
-    from triaxis.engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 
-def dispatch_of(config: "Config") -> DispatchName:
+def dispatch_of(config: Config) -> DispatchName:
     """Return how tokens reach their experts' ranks; `auto` chooses the method that sends fewer bytes.
 
     An all-gather sends each token to ep ranks, an all-to-all to at most `top_k` ranks.
@@ -35,7 +31,7 @@ def buffer_rows(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
     return min(worst, max(1, round(moe.row_headroom * etp * moe.top_k * tokens)))
 
 
-def local_tokens(config: "Config") -> int:
+def local_tokens(config: Config) -> int:
     """Number of tokens per microbatch that one rank routes; tokens are cut over cp and tp."""
     parallel, train = config.parallel, config.train
     return train.micro_batch_size * config.model.seq_length // (parallel.cp * parallel.tp)

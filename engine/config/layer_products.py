@@ -16,11 +16,10 @@ Routed experts multiply the rows that they get, not all tokens, so they are not 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:  # the sections import the plan, which counts these products
-    from triaxis.engine.config.attention_kinds import LayerKind
-    from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.config.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +47,12 @@ class Product:
         return self.k * self.n
 
 
-def kv_heads_on_rank(model: "ModelConfig", t: int) -> int:
+def kv_heads_on_rank(model: ModelConfig, t: int) -> int:
     """Count the key/value heads on one of `t` tensor-parallel ranks; if the model has fewer heads than ranks, each has one."""
     return max(1, model.kv_heads // t)
 
 
-def layer_products(model: "ModelConfig", kind: "LayerKind", t: int = 1) -> list[Product]:
+def layer_products(model: ModelConfig, kind: LayerKind, t: int = 1) -> list[Product]:
     """List a layer's products on one of `t` tensor-parallel ranks, in forward order."""
     h, heads, mla, moe = model.hidden_size, model.num_attention_heads // t, model.mla, model.moe
     products = [Product("mtp.projection", 2 * h, h, "own", may_be_fp8=False)] if kind.is_mtp else []
@@ -77,7 +76,7 @@ def layer_products(model: "ModelConfig", kind: "LayerKind", t: int = 1) -> list[
     return products
 
 
-def token_weights(model: "ModelConfig", kind: "LayerKind") -> dict[str, int]:
+def token_weights(model: ModelConfig, kind: LayerKind) -> dict[str, int]:
     """Count the weights that one token is multiplied with in a layer, by product; of routed experts, the token's k."""
     weights = {product.name: product.weights for product in layer_products(model, kind)}
     if model.moe is not None and kind.has_experts:

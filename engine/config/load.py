@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from triaxis.engine.config.check import problems as broken_rules
 from triaxis.engine.config.dotted import get_field, with_fields
 from triaxis.engine.config.earlier import translated
 from triaxis.engine.config.extension_rules import extension_problem
@@ -28,7 +29,6 @@ from triaxis.engine.config.problem import Rule
 from triaxis.engine.config.section import Section
 from triaxis.engine.config.shipped import config_path, nearest_names
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
-from triaxis.engine.config.tree import problems as broken_rules
 from triaxis.engine.config.type_problems import section_at, type_problems
 from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.errors import ConfigError, brief, counted

@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from triaxis.engine.config.layout import ParallelConfig
 from triaxis.engine.config.run_phases import RunPhase, current_phase, run_phases
 from triaxis.engine.config.stage_work import head_forward_flops, layers_forward_flops
+from triaxis.engine.config.training import TrainConfig
+from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.balance import balance, even_counts, largest_work
 from triaxis.engine.layout.partition import StageLayers, partition
 from triaxis.engine.layout.placement import Placement
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
-
-if TYPE_CHECKING:
-    from triaxis.engine.config.layout import ParallelConfig
-    from triaxis.engine.config.training import TrainConfig
-    from triaxis.engine.config.tree import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ class BatchPlan:
         return f"{steps} of the phase {phase.name}" if phase.name else steps
 
 
-def partial_batch(train: "TrainConfig", dp: int | None) -> str | None:
+def partial_batch(train: TrainConfig, dp: int | None) -> str | None:
     """Describe the broken rule if a global batch is not a whole number of microbatches on every pipeline; None if it is."""
     per_round = train.micro_batch_size * (dp or 1)
     if train.global_batch_size % per_round == 0:
@@ -70,7 +68,7 @@ def partial_batch(train: "TrainConfig", dp: int | None) -> str | None:
     return f"must be a multiple of {product}: some pipelines would get fewer samples, or samples would be dropped"
 
 
-def batch_plan(config: "Config", dp: int) -> BatchPlan:
+def batch_plan(config: Config, dp: int) -> BatchPlan:
     """Compute the batch arithmetic at data-parallel size `dp`.
 
     Raises:
@@ -94,19 +92,19 @@ def batch_plan(config: "Config", dp: int) -> BatchPlan:
     )
 
 
-def planned_steps(config: "Config") -> int | None:
+def planned_steps(config: Config) -> int | None:
     """Number of optimizer steps in the run; None unless exactly one of steps, tokens and phases gives its length."""
     phases = run_phases(config)
     return phases[-1].end_step if phases else None
 
 
-def planned_tokens(config: "Config") -> int | None:
+def planned_tokens(config: Config) -> int | None:
     """Number of tokens in the run, rounded up to whole steps; None if the config gives no length for the run, or more than one."""
     phases = run_phases(config)
     return phases[-1].end_token if phases else None
 
 
-def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> int | None:
+def data_parallel_size(parallel: ParallelConfig, world_size: int | None) -> int | None:
     """Compute the data-parallel size that fills `world_size` ranks exactly; None if there is none.
 
     If `world_size` is None, return the config's value (None if it is open).
@@ -119,14 +117,14 @@ def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> in
     return dp
 
 
-def product_of_sizes(parallel: "ParallelConfig", dp: int | None) -> str:
+def product_of_sizes(parallel: ParallelConfig, dp: int | None) -> str:
     """Format the sizes whose product is the rank count: "tp x pp x dp = 2 x 4 x 8"; cp appears if it is above 1."""
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": dp}
     given = {name: size for name, size in sizes.items() if size is not None and not (name == "cp" and size == 1)}
     return f"{' x '.join(given)} = {' x '.join(map(str, given.values()))}"
 
 
-def unfilled_world(parallel: "ParallelConfig", world_size: int) -> tuple[str, str]:
+def unfilled_world(parallel: ParallelConfig, world_size: int) -> tuple[str, str]:
     """Describe why no data-parallel size fills `world_size` ranks: (product of the sizes, broken rule)."""
     product = product_of_sizes(parallel, parallel.dp)
     rule = f"must divide the world size {world_size}"
@@ -135,7 +133,7 @@ def unfilled_world(parallel: "ParallelConfig", world_size: int) -> tuple[str, st
     return product, f"{rule}: ranks would be left over, or missing from their groups"
 
 
-def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelSizes:
+def parallel_sizes(config: Config, world_size: int | None = None) -> ParallelSizes:
     """Compute every axis's size; `world_size` is needed if the config leaves `parallel.dp` open.
 
     Raises:
@@ -161,13 +159,13 @@ def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelS
     )
 
 
-def rank_grid(config: "Config", sizes: ParallelSizes, ranks_per_node: int | None = None) -> RankGrid:
+def rank_grid(config: Config, sizes: ParallelSizes, ranks_per_node: int | None = None) -> RankGrid:
     """Build a run's rank grid; `ranks_per_node` is used if `runtime.ranks_per_node` is null."""
     per_node = config.runtime.ranks_per_node or ranks_per_node
     return RankGrid(sizes, per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
 
 
-def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[StageLayers, ...]:
+def stages_of(config: Config, memo: dict[object, Any] | None = None) -> tuple[StageLayers, ...]:
     """List each pipeline stage's layers, in stage order; `memo` caches results for one model under several layouts."""
     memo = {} if memo is None else memo
     model, parallel = config.model, config.parallel
@@ -186,7 +184,7 @@ def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[
     return stages
 
 
-def balance_line(config: "Config") -> str:
+def balance_line(config: Config) -> str:
     """Compare the busiest rank's work under `parallel.layers_per_stage=auto` with that under even stages, in one line."""
     parallel, ranks = config.parallel, _ranks(config)
     layers, head = _work(config, {})
@@ -201,7 +199,7 @@ def balance_line(config: "Config") -> str:
 
 
 def work_of_cut(
-    config: "Config", pp: int, vpp: int, counts: Sequence[int], memo: dict[object, Any], *, is_v: bool
+    config: Config, pp: int, vpp: int, counts: Sequence[int], memo: dict[object, Any], *, is_v: bool
 ) -> tuple[int, int]:
     """Compute forward FLOPs per token: the busiest rank's, and the largest stage's.
 
@@ -215,36 +213,36 @@ def work_of_cut(
     )
 
 
-def _work(config: "Config", memo: dict[object, Any]) -> tuple[tuple[int, ...], int]:
+def _work(config: Config, memo: dict[object, Any]) -> tuple[tuple[int, ...], int]:
     if "work" not in memo:
         memo["work"] = layers_forward_flops(config.model), head_forward_flops(config.model)
     work: tuple[tuple[int, ...], int] = memo["work"]
     return work
 
 
-def _ranks(config: "Config") -> list[int]:
+def _ranks(config: Config) -> list[int]:
     placement = placement_of(config)
     return [placement.rank_of(stage) for stage in range(placement.num_stages)]
 
 
-def placement_of(config: "Config") -> Placement:
+def placement_of(config: Config) -> Placement:
     """Build the map from stages to the pipeline ranks that hold them."""
     parallel = config.parallel
     return Placement(parallel.pp, parallel.vpp, config.schedule.is_v and parallel.vpp == 2)
 
 
-def part_length(config: "Config") -> int:
+def part_length(config: Config) -> int:
     """Number of tokens per sample that a context-parallel rank holds."""
     return config.model.seq_length // config.parallel.cp
 
 
-def local_seq_length(config: "Config") -> int:
+def local_seq_length(config: Config) -> int:
     """Number of tokens per sample that one rank holds outside the tensor-parallel region."""
     parallel = config.parallel
     return part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)
 
 
-def layers_of_the_largest_chunk(config: "Config") -> int:
+def layers_of_the_largest_chunk(config: Config) -> int:
     """Count the layers of the model chunk that has most."""
     parallel, more = config.parallel, config.model.num_mtp_layers
     num_stages, given = parallel.pp * parallel.vpp, parallel.layers_per_stage

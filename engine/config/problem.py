@@ -5,21 +5,19 @@
         they could not be dealt out evenly. Nearest legal: model.num_attention_heads = 8 or 12; parallel.tp = 5 or 2."]
 
 A rule is a function of a `Subject` that yields a `Problem` for each violation: what must hold, and what would have broken.
-`engine/config/tree.py` checks all rules at once.
+`engine/config/check.py` checks all rules at once.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
 from triaxis.engine.config.dotted import value_of
 from triaxis.engine.config.plan import data_parallel_size
-
-if TYPE_CHECKING:  # the tree imports every section
-    from triaxis.engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 MOST_DIVIDED = 10_000
 """Largest number that `divisors` tries as a divisor; each divisor found also gives the larger one, number // divisor."""
@@ -32,7 +30,7 @@ Advice = str | Callable[[], str]
 class Subject:
     """A rule's input: the config, and the numbers of ranks in the run and on each node (None: not known)."""
 
-    config: "Config"
+    config: Config
     world_size: int | None
     ranks_per_node: int | None
 

@@ -9,14 +9,12 @@ A phase ends with the first step that reaches `until`, so it has whole steps. Al
 
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from triaxis.engine.config.dotted import get_field, with_fields
 from triaxis.engine.config.phases import fields_of
 from triaxis.engine.config.sources import Source
-
-if TYPE_CHECKING:
-    from triaxis.engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 BATCH = "train.global_batch_size"
 SEQ_LENGTH = "model.seq_length"
@@ -75,7 +73,7 @@ class DataSegment:
     first_position: int
 
 
-def run_phases(config: "Config") -> tuple[RunPhase, ...]:
+def run_phases(config: Config) -> tuple[RunPhase, ...]:
     """List a run's phases in order; empty if the config gives no length for the run, or more than one."""
     train, found = config.train, list[RunPhase]()
     lengths = [train.steps is not None, train.tokens is not None, bool(config.phases)]
@@ -96,26 +94,26 @@ def run_phases(config: "Config") -> tuple[RunPhase, ...]:
     return tuple(found)
 
 
-def _entries(config: "Config") -> list[dict[str, Any]]:
+def _entries(config: Config) -> list[dict[str, Any]]:
     """List the phases, or one unnamed phase if there are none; each has the batch size, sequence length and corpora too."""
     train = config.train
     own = {BATCH: train.global_batch_size, SEQ_LENGTH: config.model.seq_length, CORPORA: config.data.train}
     return [{**own, **entry} for entry in config.phases] or [{"name": "", "until": train.tokens, **own}]
 
 
-def current_phase(config: "Config") -> RunPhase:
+def current_phase(config: Config) -> RunPhase:
     """Return the phase whose fields the config has (`train.phase`); the config must have passed the rules."""
     phases = run_phases(config)
     return next((phase for phase in phases if phase.name == config.train.phase), phases[0])
 
 
-def phase_at(config: "Config", consumed_tokens: int) -> RunPhase:
+def phase_at(config: Config, consumed_tokens: int) -> RunPhase:
     """The phase that the step after `consumed_tokens` tokens belongs to; after the last step, the last phase."""
     phases = run_phases(config)
     return next((phase for phase in phases if consumed_tokens < phase.end_token), phases[-1])
 
 
-def at_phase(config: "Config", name: str) -> "Config":
+def at_phase(config: Config, name: str) -> Config:
     """Switch the config to the fields of its phase `name`."""
     entry = next(entry for entry in config.phases if entry["name"] == name)
     return with_fields(config, {**fields_of(entry), "train.phase": name})
@@ -128,7 +126,7 @@ def as_a_run(tree: dict[str, Any], num_steps: int) -> None:
     tree["eval"]["interval"] = None
 
 
-def data_segments(config: "Config") -> tuple[DataSegment, ...]:
+def data_segments(config: Config) -> tuple[DataSegment, ...]:
     """List the run's data segments up to the config's phase; at least one."""
     found: list[DataSegment] = []
     for phase in run_phases(config)[: current_phase(config).number + 1]:
@@ -157,13 +155,13 @@ READING = (
 """Fields that decide which samples a step reads, besides the phases."""
 
 
-def reading_fields(config: "Config") -> dict[str, Any]:
+def reading_fields(config: Config) -> dict[str, Any]:
     """Collect the config fields that decide which samples a step reads, by dotted name."""
     tree = config.model_dump(mode="json")
     return {**{key: get_field(tree, key) for key in READING}, "phases": tree["phases"]}
 
 
-def past_differs(there: "Config", here: "Config", consumed_tokens: int) -> str | None:
+def past_differs(there: Config, here: Config, consumed_tokens: int) -> str | None:
     """Describe how two configs read different samples or batches in a run's first `consumed_tokens`; None: they agree."""
     pasts = []
     for config in (there, here):

@@ -11,13 +11,9 @@ A backward has twice as many FLOPs in each row, so each row's share of the work 
 `engine/telemetry/record/flops.py` adds up the same terms for a step.
 """
 
-from typing import TYPE_CHECKING
-
+from triaxis.engine.config.attention_kinds import LayerKind
 from triaxis.engine.config.layer_products import token_weights
-
-if TYPE_CHECKING:  # the sections import the plan, which imports this module
-    from triaxis.engine.config.attention_kinds import LayerKind
-    from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.model import ModelConfig
 
 
 def keys_of(length: int, window: int | None) -> float:
@@ -26,24 +22,24 @@ def keys_of(length: int, window: int | None) -> float:
     return seen * (length - seen / 2)
 
 
-def flops_of_a_key(model: "ModelConfig") -> int:
+def flops_of_a_key(model: ModelConfig) -> int:
     """Count attention's FLOPs, over all heads, for one key that a query sees: its score, and its value in the weighted sum."""
     return 2 * model.num_attention_heads * (model.head_size + model.value_size)
 
 
-def layer_weights(model: "ModelConfig", kind: "LayerKind") -> int:
+def layer_weights(model: ModelConfig, kind: LayerKind) -> int:
     """Count the weights in a layer's GEMMs that one token is multiplied with."""
     return sum(token_weights(model, kind).values()) + model.own_costs.weights
 
 
-def layers_forward_flops(model: "ModelConfig") -> tuple[int, ...]:
+def layers_forward_flops(model: ModelConfig) -> tuple[int, ...]:
     """Each layer's forward FLOPs per token; a sample counts as one document, since document lengths are not known yet."""
     kinds = model.kinds[: model.num_layers]
     flops = {kind: _of_layer(model, kind) for kind in set(kinds)}
     return tuple(flops[kind] for kind in kinds)
 
 
-def head_forward_flops(model: "ModelConfig") -> int:
+def head_forward_flops(model: ModelConfig) -> int:
     """The last stage's forward FLOPs per token, without those of the model's own layers.
 
     They cover the output head (padded columns included) and the multi-token prediction layers, each of which runs the head again.
@@ -53,6 +49,6 @@ def head_forward_flops(model: "ModelConfig") -> int:
     return head + sum(_of_layer(model, kind) + head for kind in ahead)
 
 
-def _of_layer(model: "ModelConfig", kind: "LayerKind") -> int:
+def _of_layer(model: ModelConfig, kind: LayerKind) -> int:
     s = model.seq_length
     return 2 * layer_weights(model, kind) + round(flops_of_a_key(model) * keys_of(s, kind.window) / s)

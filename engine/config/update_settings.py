@@ -3,12 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from triaxis.engine.config.groups import GroupFields
-
-if TYPE_CHECKING:
-    from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.training import OptimizerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +26,7 @@ def group_of(name: str, groups: Sequence[GroupFields]) -> int | None:
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group["match"])), None)
 
 
-def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> UpdateRule:
+def update_rule(name: str, optimizer: OptimizerConfig, *, decays: bool) -> UpdateRule:
     """Build the update rule for the parameter `name`.
 
     If its group sets a weight decay, that applies. If not, the optimizer's applies if `decays` is True, and none otherwise.
@@ -40,7 +37,7 @@ def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> Upd
     return UpdateRule(group.get("lr_factor", 1.0), decay)
 
 
-def is_frozen(name: str, optimizer: "OptimizerConfig") -> bool:
+def is_frozen(name: str, optimizer: OptimizerConfig) -> bool:
     """Whether the optimizer's groups freeze a parameter, so that it keeps its value."""
     return is_frozen_by(name, optimizer.groups)
 

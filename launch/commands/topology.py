@@ -8,9 +8,10 @@ import argparse
 import os
 from dataclasses import asdict
 
+from triaxis.engine.config.check import require_legal
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.tree import Config, require_legal
+from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TopologyError
 from triaxis.engine.layout.rank_grid import AXES, ParallelSizes, RankGrid
 from triaxis.launch.pictures.drawing import check_path

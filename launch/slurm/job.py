@@ -26,8 +26,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from triaxis.engine.config.check import require_legal
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.tree import Config, require_legal
+from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ExitCode, attempt_name
 from triaxis.engine.program import ROOT
 from triaxis.engine.run.directory import RunDirectory, run_name

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from triaxis.engine.config.check import require_legal
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import BatchPlan, batch_plan, parallel_sizes
-from triaxis.engine.config.tree import Config, require_legal
+from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
 from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.device.gpus import BACKEND_VARIABLE, CPU, CUDA, DEVICE_VARIABLE, NCCL, find_gpus

@@ -19,9 +19,10 @@ from itertools import groupby
 from math import floor
 
 from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.check import is_legal, require_legal
 from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.tree import Config, is_legal, require_legal
+from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabytes

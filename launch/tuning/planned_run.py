@@ -11,10 +11,11 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from triaxis.engine.config.check import require_legal
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.plan import planned_steps
 from triaxis.engine.config.section import Section
-from triaxis.engine.config.tree import FORMAT_VERSION, Config, require_legal
+from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.write import commented_lines
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.split import split_documents

@@ -11,9 +11,10 @@ The changes come from `models/predict/changes.py`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from triaxis.engine.config.check import RULES, broken_keys
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.problem import Problem, Rule, Subject
-from triaxis.engine.config.tree import RULES, Config, broken_keys, is_whole
+from triaxis.engine.config.tree import Config, is_whole
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
 from triaxis.models.predict.changes import fitting_changes

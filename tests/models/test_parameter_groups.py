@@ -3,8 +3,9 @@
 import pytest
 
 from tests.engine.config.bad_configs import config_with
+from triaxis.engine.config.check import problems
 from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.tree import Config
 from triaxis.engine.config.update_settings import UpdateRule, update_rule
 from triaxis.models.parameter_groups import grouped_parameters, groups_have_parameters
 

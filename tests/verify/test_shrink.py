@@ -8,10 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.documented import ROOT
+from triaxis.engine.config.check import problems
 from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import stages_of
-from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.tree import Config
 from triaxis.engine.config.update_settings import is_frozen
 from triaxis.engine.layout.partition import partition
 from triaxis.launch.verify.relations import RELATIONS, relations, rows_of_ranks

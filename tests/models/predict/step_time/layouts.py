@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.check import problems
+from triaxis.engine.config.tree import Config
 
 MODEL = {
     "num_layers": 8,
