@@ -12,7 +12,7 @@ All code that depends on a layer's kind (specs, modules, FLOPs, memory) reads th
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -142,7 +142,7 @@ class LayerKind:
     is_mtp: bool = False
 
 
-def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
+def kinds_of_layers(model: "ModelConfig") -> tuple[LayerKind, ...]:
     """Resolve each layer's record, in order. An unknown kind name, which a rule refuses, gives the model's own fields."""
     names = _names(model)
     by_name = {name: _resolved(model, name) for name in dict.fromkeys(names)}
@@ -151,7 +151,7 @@ def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
     return own + (replace(own[-1], is_mtp=True),) * model.num_mtp_layers
 
 
-def layer_kind(model: "ModelConfig", layer: int) -> LayerKind:
+def kind_of_layer(model: "ModelConfig", layer: int) -> LayerKind:
     """Resolve a single layer's record."""
     names, is_mtp = _names(model), layer >= model.num_layers
     kind = _resolved(model, names[min(layer, model.num_layers - 1) % len(names)])
@@ -194,35 +194,3 @@ def names_in(entry: str) -> list[str]:
     match = _ENTRY.fullmatch(entry.strip())
     times = int(match["times"] or 1) if match else 0
     return [match["name"]] * times if match and times <= LONGEST_PATTERN else []
-
-
-BEYOND_PLAIN = (
-    "mla",
-    "window",
-    "sinks",
-    "rotary_share",
-    "rope_scaling",
-    "attention_scale",
-    "attention_softcap",
-    "norm_placement",
-    "parallel_block",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logit_divisor",
-    "logit_softcap",
-    "layers",
-    "layer_kinds",
-    "moe",
-    "mtp",
-)
-"""`model` fields that plain models in other engines lack: there, a non-default value cannot be expressed."""
-
-
-def beyond_plain(model: "ModelConfig", known: Collection[str] = ()) -> list[str]:
-    """List `field = value` for each BEYOND_PLAIN field with a non-default value, except those in `known`."""
-    fields = type(model).model_fields
-    return [
-        f"model.{name} = {getattr(model, name)}"
-        for name in BEYOND_PLAIN
-        if name not in known and getattr(model, name) != fields[name].get_default(call_default_factory=True)
-    ]

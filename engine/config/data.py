@@ -59,7 +59,7 @@ class DataConfig(Section):
         assert self.tokenizer is not None, "it is named before the first text"
         return self.tokenizer
 
-
-def reads_documents(data: DataConfig) -> bool:
-    """Whether a run's attention, positions or loss depends on where documents end."""
-    return data.attention == "within" or data.positions == "document" or not data.count_document_starts
+    @property
+    def reads_documents(self) -> bool:
+        """Whether a run's attention, positions or loss depends on where documents end."""
+        return self.attention == "within" or self.positions == "document" or not self.count_document_starts

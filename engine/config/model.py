@@ -4,11 +4,29 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from triaxis.engine.config import attention_kinds, layer_kinds
-from triaxis.engine.config.attention_kinds import KindFields, LayerKind, RopeBase, RopeScaling, Share, Window
+from triaxis.engine.config.attention_kinds import (
+    KindFields,
+    LayerKind,
+    RopeBase,
+    RopeScaling,
+    Share,
+    Window,
+    kind_of_layer,
+    kinds_of_layers,
+)
 from triaxis.engine.config.extension import NO_COSTS, OURS, Extension, OwnCosts
 from triaxis.engine.config.extension_section import ExtensionConfig
-from triaxis.engine.config.layer_kinds import Activation, Norm, Position
+from triaxis.engine.config.layer_kinds import (
+    ACTIVATIONS,
+    NORMS,
+    POSITIONS,
+    Activation,
+    ActivationName,
+    Norm,
+    NormName,
+    Position,
+    PositionName,
+)
 from triaxis.engine.config.mla import MLAConfig
 from triaxis.engine.config.moe import MoEConfig
 from triaxis.engine.config.mtp import MTPConfig
@@ -62,14 +80,14 @@ class ModelConfig(Section):
     vocab_multiple: Annotated[int, LAYOUT] = Field(
         128, gt=0, le=LARGEST_VOCABULARY, description="the vocabulary is padded to this multiple, whatever tp is"
     )
-    norm: layer_kinds.NormName = Field("layernorm", description="norm of each branch and before the output head")
+    norm: NormName = Field("layernorm", description="norm of each branch and before the output head")
     norm_placement: Literal["before", "after", "both"] = Field(
         "before", description="norm before each branch; after it: x + norm(f(x)) (OLMo 2); or both (Gemma 2)"
     )
     parallel_block: bool = Field(False, description="attention and MLP read the same x, and both are added (GPT-NeoX)")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance (layernorm) or mean square (rmsnorm)")
-    activation: layer_kinds.ActivationName = Field("gelu", description="nonlinearity of the MLP; gelu_tanh is GPT-2's")
-    position: layer_kinds.PositionName = Field(
+    activation: ActivationName = Field("gelu", description="nonlinearity of the MLP; gelu_tanh is GPT-2's")
+    position: PositionName = Field(
         "rope", description="learned: a table; rope: rotated queries and keys; none: the causal mask alone"
     )
     # When a context is extended, training continues with other frequencies.
@@ -168,7 +186,7 @@ class ModelConfig(Section):
 
     @property
     def norm_kind(self) -> Norm:
-        return layer_kinds.NORMS[self.norm]
+        return NORMS[self.norm]
 
     @property
     def norms_before(self) -> bool:
@@ -180,20 +198,20 @@ class ModelConfig(Section):
 
     @property
     def activation_kind(self) -> Activation:
-        return layer_kinds.ACTIVATIONS[self.activation]
+        return ACTIVATIONS[self.activation]
 
     @property
     def position_kind(self) -> Position:
-        return layer_kinds.POSITIONS[self.position]
+        return POSITIONS[self.position]
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """Each layer's record, in order; multi-token prediction layers follow the model's `num_layers`."""
-        return attention_kinds.layer_kinds(self)
+        return kinds_of_layers(self)
 
     def layer_kind(self, layer: int) -> LayerKind:
         """Look up one layer's record."""
-        return attention_kinds.layer_kind(self, layer)
+        return kind_of_layer(self, layer)
 
     @property
     def has_experts(self) -> bool:

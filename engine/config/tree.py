@@ -11,12 +11,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from triaxis.engine.config.activations import KernelsConfig, OffloadConfig, RecomputeConfig
 from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.kernels import KernelsConfig
 from triaxis.engine.config.layout import ParallelConfig, ScheduleConfig
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.optimizer_kinds import StateKind, state_kinds
 from triaxis.engine.config.phases import PhaseFields
+from triaxis.engine.config.recompute import OffloadConfig, RecomputeConfig
 from triaxis.engine.config.run import CheckpointConfig, ResilienceConfig, RuntimeConfig
 from triaxis.engine.config.section import MEANT, OnResume, Section, Verdict
 from triaxis.engine.config.telemetry import TelemetryConfig

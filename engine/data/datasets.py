@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from triaxis.engine.config.data import DataConfig, reads_documents
+from triaxis.engine.config.data import DataConfig
 from triaxis.engine.config.extension import OURS, Extension
 from triaxis.engine.config.run_phases import DataSegment, data_segments
 from triaxis.engine.config.sources import Source
@@ -279,7 +279,7 @@ def doubts(datasets: Datasets, config: Config, eod_id: int | None) -> Iterator[t
 
     `eod_id` is the tokenizer's end-of-document id; None if there is no tokenizer.
     """
-    if reads_documents(config.data) and (unbroken := unbroken_corpora(datasets.train)):
+    if config.data.reads_documents and (unbroken := unbroken_corpora(datasets.train)):
         yield (
             "documents",
             f"{', '.join(unbroken)}: documents are longer than {UNBROKEN} samples on average, so their ends seem to be lost. "

@@ -14,7 +14,6 @@ from functools import cache
 from itertools import product
 from typing import Literal
 
-from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.check import RULES, broken_keys
 from triaxis.engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V
 from triaxis.engine.config.layout_rules import (
@@ -26,6 +25,7 @@ from triaxis.engine.config.layout_rules import (
 from triaxis.engine.config.needs import NEEDS
 from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
 from triaxis.engine.config.problem import Rule, Subject, divisors
+from triaxis.engine.config.recompute import RecomputeConfig
 from triaxis.engine.config.sizes import LIMITS, TOKENS_IN_FP8
 from triaxis.engine.config.training_rules import batch_is_whole_microbatches, microbatches_can_be_listed
 from triaxis.engine.config.tree import Config

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.config.data import DataConfig, reads_documents
+from triaxis.engine.config.data import DataConfig
 from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.extension import OWN_CORPUS
 from triaxis.engine.config.load import load_config
@@ -190,7 +190,7 @@ def _data(data: DataConfig) -> dict[str, Any]:
     if not own:
         # Random samples have documents only if attention, positions or loss depends on where they end.
         return {"synthetic": True} | (
-            asked | {"synthetic_document_length": DOCUMENT_LENGTH} if reads_documents(data) else {}
+            asked | {"synthetic_document_length": DOCUMENT_LENGTH} if data.reads_documents else {}
         )
     return asked | {"cache_dir": data.cache_dir, "train": own, "split": [1.0, 0.0, 0.0]}
 

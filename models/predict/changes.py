@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.check import RULES, broken_keys
 from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.plan import parallel_sizes, stages_of
 from triaxis.engine.config.problem import Rule, Subject
+from triaxis.engine.config.recompute import RecomputeConfig
 from triaxis.engine.config.run_phases import at_phase
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError

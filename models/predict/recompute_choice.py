@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.problem import Subject
+from triaxis.engine.config.recompute import RecomputeConfig
 from triaxis.engine.config.recompute_rules import RECOMPUTED_PARTS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes

@@ -19,9 +19,9 @@ up to a third, so the formula is printed with the number.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.layer_products import token_weights
 from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.recompute import RecomputeConfig
 from triaxis.engine.config.stage_work import flops_of_a_key, layer_weights
 from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from triaxis.engine.config.data import DataConfig, reads_documents
+from triaxis.engine.config.data import DataConfig
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 
@@ -74,7 +74,7 @@ def write_corpus(config: Config, folder: Path) -> None:
     model, train = config.model, config.train
     draw = np.random.default_rng(train.seed)
     needed = (train.steps or 1) * train.global_batch_size * model.seq_length
-    longest = (1 if reads_documents(config.data) else LONGEST_DOCUMENT) * model.seq_length
+    longest = (1 if config.data.reads_documents else LONGEST_DOCUMENT) * model.seq_length
     lengths: list[int] = []
     while sum(lengths) < max(needed * 2 // 3, 2 * model.seq_length):
         lengths.append(int(draw.integers(1, longest)))

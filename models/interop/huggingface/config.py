@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.config.attention_kinds import beyond_plain
 from triaxis.engine.config.load import MOST_UNKNOWN
 from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
 from triaxis.engine.config.moe import BalanceConfig
@@ -32,6 +31,7 @@ from triaxis.models.interop.huggingface.facts import agrees, is_note
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.huggingface.family import Family
 from triaxis.models.interop.huggingface.record import SPECIAL_IDS
+from triaxis.models.interop.plain_model import beyond_plain
 from triaxis.models.interop.sections import checked_model
 
 Keys = Mapping[str, Any]
@@ -242,7 +242,7 @@ def from_hugging_face(
     if built.attention_scale == built.head_size**-0.5:
         del section["attention_scale"]
     if model.get("attention_dropout"):
-        # Only explicit attention can drop probabilities (engine/config/model.py).
+        # Only explicit attention can drop probabilities (engine/config/needs.py).
         return {"model": section, "kernels": {"attention": "explicit"}}
     return {"model": section}
 

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_type_hints
 
-from triaxis.engine.config.attention_kinds import KindFields, beyond_plain
+from triaxis.engine.config.attention_kinds import KindFields
 from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
 from triaxis.engine.config.megatron_arguments import ARGUMENTS, LISTS, equal_fields, plain_text, taken_over
 from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
@@ -30,6 +30,7 @@ from triaxis.models.interop.megatron.attention_args import (
     attention_differences,
     read_attention,
 )
+from triaxis.models.interop.plain_model import beyond_plain
 from triaxis.models.interop.sections import checked_model
 
 Args = Mapping[str, Any]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.documented import ROOT
 from tests.engine.config.bad_configs import LEGAL, config_with
 from triaxis.engine.checkpoint.resume_rules import changes
-from triaxis.engine.config.attention_kinds import BEYOND_PLAIN, beyond_plain
 from triaxis.engine.config.attention_pattern import PLAIN, AttentionPattern, attention_pattern
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.plain_model import BEYOND_PLAIN
 
 GEMMA = [
     "model.layers=[local*5, global]",
@@ -146,13 +146,3 @@ def test_a_resume_may_change_the_model_s_frequencies_where_that_is_meant() -> No
     for name in BEYOND_PLAIN:
         del saved["model"][name]
     assert not changes(saved, config_with()), "a run of before had none of these fields"
-
-
-def test_fields_beyond_a_plain_model_are_named() -> None:
-    assert beyond_plain(config_with().model) == []
-    model = config_with(
-        "model.window=4", "model.attention_softcap=5", "model.layers=[a]", "model.layer_kinds={a: {}}"
-    ).model
-    assert beyond_plain(model) == [
-        "model.window = 4", "model.attention_softcap = 5.0", "model.layers = ['a']", "model.layer_kinds = {'a': {}}"
-    ]  # fmt: skip

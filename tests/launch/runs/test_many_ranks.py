@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.on_paper import Seen, run_on_paper
-from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.step import Engine
