@@ -54,10 +54,10 @@ class BatchLosses(NamedTuple):
 
         loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
 
-    D is the number of multi-token prediction layers (`engine/config/mtp.py`), s the sequence length. Lk is the loss summed over the
-    counted labels k tokens beyond the next one. Only s - k labels of a row can count for Lk. So the divisor nk is the number of
-    counted labels times s / (s - k). Without masked labels, every nk is the nominal token count, batch size x s (2412.19437,
-    equation 24). A router chooses for every token, counted or not, so its loss is divided by the nominal token count.
+    D is the number of multi-token prediction layers (`engine/config/mtp.py`), s the sequence length. Lk is the loss summed
+    over the counted labels k tokens beyond the next one. Only s - k labels of a row can count for Lk. So the divisor nk is the
+    number of counted labels times s / (s - k). Without masked labels, every nk is the nominal token count, batch size x s
+    (2412.19437, equation 24). A router chooses for every token, counted or not, so its loss is divided by the nominal token count.
 
     Attributes:
         sums: [L0, L1 x loss_weight / D, .., LD x loss_weight / D] of this rank, in float64 on the device. Zeros except on the last

@@ -10,7 +10,7 @@ AttentionKernelName = Literal["sdpa", "flash", "cudnn", "efficient", "varlen", "
 PLAIN_ALONE: frozenset[str] = frozenset()
 WITHOUT_CAP = frozenset({"windows", "documents", "sinks", "parts"})
 ALL = WITHOUT_CAP | {"softcap"}
-"""What a kernel supports beyond plain causal attention: fields of `triaxis.engine.config.attention_pattern.AttentionPattern`."""
+"""What a kernel supports beyond causal attention: fields of AttentionPattern (`engine/config/attention_pattern.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ samples of s tokens, c = cp, t = tp, d the size of a head. The model's number of
                                       because the rest overlaps with other pieces' attention
     ulysses      4 (a + g) / c        all exposed
 
-With latent attention (`engine/config/mla.py`), all_gather gathers each token's latent and rotated key, all at once, and each rank
-computes whole rows' keys and values from them. A layer then sends 2 t (kv_lora_rank + dr) / d in the units above.
+With latent attention (`engine/config/mla.py`), all_gather gathers each token's latent and rotated key, all at once, and each
+rank computes whole rows' keys and values from them. A layer then sends 2 t (kv_lora_rank + dr) / d in the units above.
 """
 
 from fractions import Fraction

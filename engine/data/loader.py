@@ -77,8 +77,8 @@ class Batches:
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
         attention, positions: values of the settings `data.attention` and `data.positions`.
         num_ahead: D, number of tokens beyond the next one that each position predicts (`model.mtp.num_layers`).
-        weigh: function (tokens, labels, mask) -> label weights [b, s] (`triaxis.engine.config.extension.LossPart`); None: the loss
-            mask alone counts labels.
+        weigh: function (tokens, labels, mask) -> label weights [b, s] (LossPart of `engine/config/extension.py`).
+            None: the loss mask alone counts labels.
         cut: function (microbatch) -> this context-parallel rank's tokens of it; None: ranks hold whole rows.
 
     Raises:

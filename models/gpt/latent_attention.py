@@ -5,9 +5,9 @@
     [c_kv | key] --enter tp region--> --gather over cp--> [s, b, r_kv + dr]
     c_kv --heads--> k [s, b, heads/t, dr + dn], v [s, b, heads/t, dv] --attention--> [s, b, heads/t * dv] --row--> [s(/t), b, h]
 
-`engine/config/mla.py` has the formulas (2405.04434, section 2.1). c_q and c_kv are the latents, with r_q and r_kv elements. A query
-or key head has dr + dn elements, of which dr rotate. A value head has dv. s tokens in each of b rows, h hidden size, t = tp ranks;
-s(/t) is s/t with sequence parallelism, else s.
+`engine/config/mla.py` has the formulas (2405.04434, section 2.1). c_q and c_kv are the latents, with r_q and r_kv elements.
+A query or key head has dr + dn elements, of which dr rotate. A value head has dv. s tokens in each of b rows, h hidden size,
+t = tp ranks; s(/t) is s/t with sequence parallelism, else s.
 
 Every tp rank holds the whole down-projection weights. With sequence parallelism, a rank multiplies only its part of the sequence,
 and the rank's weight gradients are partial sums. Gathers over tp move r_q + r_kv + dr elements per token. If sequence parallelism

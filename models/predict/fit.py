@@ -1,7 +1,7 @@
 """State whether a run fits its devices' memory, and reject one that does not with changes after which it does.
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
-                                ->  memory_rule    one more rule for `triaxis.engine.config.check.problems`, if the device is known
+                                ->  memory_rule    one more rule for `engine/config/check.py`, if the device is known
                                                        |
                                        the other rules run first: without a legal layout there is no prediction
 

@@ -1,6 +1,6 @@
 """Defines sinks, the destinations for each step's record, and chooses a run's sinks.
 
-config.telemetry  ->  chosen_sinks  ->  metrics.jsonl always; then each sink in `engine/config/telemetry.py`, SINKS, that is set
+config.telemetry  ->  chosen_sinks  ->  metrics.jsonl always; then each set sink in `engine/config/telemetry.py`, SINKS
 """
 
 import importlib

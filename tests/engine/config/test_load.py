@@ -462,9 +462,9 @@ def test_a_config_cannot_be_changed(base: Path) -> None:
 
 def test_reading_a_config_imports_no_torch(base: Path) -> None:
     code = (
-        "import sys; from triaxis.engine.config.plan import batch_plan; from triaxis.engine.config.load import load_config; "
-        "from triaxis.engine.config.write import to_yaml; "
-        "from triaxis.engine.config.check import problems; "
+        "import sys; from triaxis.engine.config.plan import batch_plan; "
+        "from triaxis.engine.config.load import load_config; "
+        "from triaxis.engine.config.write import to_yaml; from triaxis.engine.config.check import problems; "
         "config = load_config(sys.argv[1]); to_yaml(config); batch_plan(config, 2); problems(config, 8, 8); "
         "sys.exit('torch' in sys.modules)"
     )

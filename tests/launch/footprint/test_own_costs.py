@@ -104,7 +104,8 @@ def test_messages_that_are_missing_count_too() -> None:
 
 def of_data(rank: int, folder: str) -> tuple[str, OwnCosts, OwnCosts]:
     path = Path(folder) / "of_data.py"
-    text = "from tests.launch.footprint.own_parts import OfData\nfrom triaxis.engine.config.extension import Extension, OwnCosts\n"
+    text = "from tests.launch.footprint.own_parts import OfData\n"
+    text += "from triaxis.engine.config.extension import Extension, OwnCosts\n"
     text += "class Mine(OfData):\n    def forward(self, x):\n        return super().forward(x)\n"
     path.write_text(f"{text}extension = Extension(mlp=Mine)\n")
     unknown = costs_of(0, path, "one process")
