@@ -34,8 +34,8 @@ from triaxis.engine.checkpoint.format.store import load
 from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
 from triaxis.engine.checkpoint.shards import saved_buckets, shards
 from triaxis.engine.comm.runtime import RankEnvironment
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.errors import counted
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.plain_gpt import adamw, rotation
 from benchmarks.torch_peer import Block, Stage, load
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.layout.rank_grid import ParallelSizes

@@ -24,8 +24,8 @@ from benchmarks.pairs import Interval, in_turn, median_interval
 from benchmarks.records import append_record, machine
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
-from triaxis.engine.config.attention_kinds import Rotary
-from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
+from triaxis.engine.config.schema.layer_kinds import Rotary
+from triaxis.engine.config.schema.training import OptimizerConfig, PrecisionConfig
 from triaxis.engine.head.chunked_head import chunked_head_losses
 from triaxis.engine.head.cross_entropy import vocab_parallel_cross_entropy
 from triaxis.engine.kernels.activations import ActivationKernel

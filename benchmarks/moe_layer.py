@@ -26,8 +26,8 @@ from benchmarks.pairs import Interval, in_turn, median_interval
 from benchmarks.records import append_record
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.quantities.plan import stages_of
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.registry import open_kernels
 from triaxis.engine.layout.param_layout import layout_parameters

@@ -50,8 +50,8 @@ from benchmarks.records import append_record
 from benchmarks.torch_peer import TorchPeer
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.data.loader import Batches, MicroBatch

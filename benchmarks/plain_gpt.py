@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype
 
@@ -25,7 +25,7 @@ POINTWISE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-"""By the function of an activation (`triaxis.engine.config.layer_kinds.Activation.pointwise`)."""
+"""By the function of an activation (`triaxis.engine.config.values.model_choices.Activation.pointwise`)."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of q [b, heads, s, d] to k, v [b, kv_heads, s, d]."""

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.launch.tuning.calibrate import measure_device
 from triaxis.launch.tuning.layouts import LayoutResult, try_layout, write_config
 from triaxis.models.predict.step_time.cluster import Cluster

@@ -39,7 +39,7 @@ from torch import multiprocessing
 from benchmarks.code_lines import is_code
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.step import Engine

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.comm.runtime import RankEnvironment
-from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.config.schema.telemetry import TelemetryConfig
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.pipeline.actions import Action, Kind, Schedule

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.plain_gpt import adamw, rotate, rotation
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 

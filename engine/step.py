@@ -33,7 +33,7 @@ from triaxis.engine.comm.agreement import NO_FLAGS, StepFlags, StopFlags
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.ledger import LABELS
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import BatchPlan
+from triaxis.engine.config.quantities.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import count_labels
 from triaxis.engine.device.host_copy import ToHost, to_device

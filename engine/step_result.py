@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from triaxis.engine.comm.agreement import NO_FLAGS, StepFlags
-from triaxis.engine.config.mtp import MTPConfig
+from triaxis.engine.config.schema.mtp import MTPConfig
 from triaxis.engine.device.host_copy import HostCopy, ToHost
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
@@ -54,7 +54,7 @@ class BatchLosses(NamedTuple):
 
         loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
 
-    D is the number of multi-token prediction layers (`engine/config/mtp.py`), s the sequence length. Lk is the loss summed
+    D is the number of multi-token prediction layers (`engine/config/schema/mtp.py`), s the sequence length. Lk is the loss summed
     over the counted labels k tokens beyond the next one. Only s - k labels of a row can count for Lk. So the divisor nk is the
     number of counted labels times s / (s - k). Without masked labels, every nk is the nominal token count, batch size x s
     (2412.19437, equation 24). A router chooses for every token, counted or not, so its loss is divided by the nominal token count.

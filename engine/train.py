@@ -17,8 +17,8 @@ from triaxis.engine.checkpoint.saving import CheckpointSaver
 from triaxis.engine.comm.agreement import StepFlags
 from triaxis.engine.comm.stop import Stop, StopRequest
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import batch_plan, local_seq_length, stages_of
-from triaxis.engine.config.state_plan import layout_of
+from triaxis.engine.config.quantities.plan import batch_plan, local_seq_length, stages_of
+from triaxis.engine.config.quantities.state_plan import layout_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.device.allocator import retry_counter
 from triaxis.engine.kernels.registry import Kernels, open_kernels

@@ -15,12 +15,12 @@ import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from triaxis.engine.config.counts import count
-from triaxis.engine.config.foreign_names import unknown_key
 from triaxis.engine.config.load import ENVIRONMENT
-from triaxis.engine.config.schedule_file import ScheduleFile
-from triaxis.engine.config.section import OnResume, Section
+from triaxis.engine.config.names.foreign_names import unknown_key
+from triaxis.engine.config.schema.section import OnResume, Section
 from triaxis.engine.config.tree import Config, on_resume
+from triaxis.engine.config.values.counts import count
+from triaxis.engine.config.values.schedule_file import ScheduleFile
 from triaxis.engine.errors import ConfigError
 
 ON_RESUME = {"layout": "free", "meant": "accept", "never": "fixed"}

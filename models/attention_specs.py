@@ -1,6 +1,6 @@
 """List the parameters from which queries, keys and values are computed.
 
-`models/specs.py` lists all others. Latent attention (`engine/config/mla.py`) has these instead of q.weight and kv.weight:
+`models/specs.py` lists all others. Latent attention (`engine/config/schema/mla.py`) has these instead of q.weight and kv.weight:
 
     layers.N.attention.q_a.weight        [r_q, h]            whole on every tp rank
     layers.N.attention.kv_a.weight       [r_kv + dr, h]      whole on every tp rank: rows of the latent, then of the rotated key
@@ -17,8 +17,8 @@ proj.weight [h, heads, dv].
 
 from collections.abc import Iterator
 
-from triaxis.engine.config.mla import MLAConfig
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.mla import MLAConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.layout.shard_spec import Init, ParamSpec
 
 

@@ -24,9 +24,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from triaxis.engine.config.groups import GroupFields
+from triaxis.engine.config.quantities.update_settings import group_of
+from triaxis.engine.config.schema.groups import GroupFields
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import group_of
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.models.specs import HEAD, WORD_EMBEDDING, model_specs

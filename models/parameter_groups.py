@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triaxis.engine.config.problem import Problem, Subject
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.quantities.update_settings import UpdateRule, group_of, is_frozen, update_rule
+from triaxis.engine.config.rules.problem import Problem, Subject
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import UpdateRule, group_of, is_frozen, update_rule
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.models.specs import model_specs
 

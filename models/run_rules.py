@@ -1,7 +1,7 @@
 """List the configuration rules that apply only to a run that is started or checked."""
 
-from triaxis.engine.config.extension_rules import given_is_chosen
-from triaxis.engine.config.problem import Rule
+from triaxis.engine.config.rules.extension import given_is_chosen
+from triaxis.engine.config.rules.problem import Rule
 from triaxis.engine.pipeline.programs import schedule_file_runs
 from triaxis.models.parameter_groups import groups_have_parameters
 

@@ -42,7 +42,7 @@ After the model's own layers:
     head.weight                          [V, h]              rows cut; only if the embedding is not tied
 
 Latent attention has other parameters instead of q and kv (`models/attention_specs.py`). An extension's parts list their own
-parameters (`engine/config/extension.py`).
+parameters (`engine/config/schema/extension_parts.py`).
 """
 
 import math
@@ -50,8 +50,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.shard_spec import Init, ParamSpec
 from triaxis.models.attention_specs import heads_specs, initial_gain

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # an operator that imports it at its first call would find itself replaced
 
-from triaxis.engine.config.fp8 import Fp8Config
-from triaxis.engine.config.layer_kinds import NORMS
+from triaxis.engine.config.schema.fp8 import Fp8Config
+from triaxis.engine.config.values.model_choices import NORMS
 from triaxis.engine.context_parallel.deal import runs_of_ranks
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.launch.verify.oracles.megatron_core import constant_schedule, distributed_optimizer, gpt_model
 from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
 

@@ -26,7 +26,7 @@ from triaxis.engine.comm.backends import Message
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Event, Ledger
 from triaxis.engine.comm.runtime import RankEnvironment, Runtime
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.launch import pretrain_gpt
 from triaxis.launch.rank import join
 

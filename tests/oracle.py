@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from triaxis.engine.config.attention_kinds import RopeScaling
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.schema.layer_kinds import RopeScaling
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
 
 Weights = Mapping[str, torch.Tensor]

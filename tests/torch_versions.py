@@ -166,7 +166,7 @@ WORDS = (
     Word(("multi_tenant",), _STUBS, "engine/comm/runtime.py"),
     *(Word(("found_inf",), f"torch/optim/{name}.py", "engine/optimizer/updates.py") for name in ("adamw", "sgd")),
     Word(("accumulate_grad",), "torch/autograd/__init__.py", "engine/activations/backward.py"),
-    Word(("CUDNN_ATTENTION",), "torch/_C/__init__.pyi", "engine/config/attention_kernels.py"),
+    Word(("CUDNN_ATTENTION",), "torch/_C/__init__.pyi", "engine/config/values/attention_kernels.py"),
     *(Word((word,), _TORCHRUN, "launch/start/rendezvous.py") for word in _TORCHRUNS_WORDS),
     # torch 2.9 has the second only.
     Word(

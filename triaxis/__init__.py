@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from triaxis.engine.checkpoint.inspect.opened import open_checkpoint
-    from triaxis.engine.config.extension import Extension
     from triaxis.engine.config.load import load_config
+    from triaxis.engine.config.schema.extension_parts import Extension
     from triaxis.engine.layout.shard_spec import Init, ParamSpec
     from triaxis.launch.train_run import train
 
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
         return open_checkpoint
     if name == "Extension":
-        from triaxis.engine.config.extension import Extension
+        from triaxis.engine.config.schema.extension_parts import Extension
 
         return Extension
     if name in ("Init", "ParamSpec"):

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import recipe_of

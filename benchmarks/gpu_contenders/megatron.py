@@ -20,7 +20,7 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
 from benchmarks.megatron_peer import MegatronSteps, causal_mask, make_on_cpu
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.numerics.precision import DTYPES

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_contenders.shapes import SHAPES, Shape
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
 from triaxis.engine.telemetry.record.jsonl import heal
 

@@ -22,8 +22,8 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
 from benchmarks.plain_gpt import PlainGPT, Weights
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype

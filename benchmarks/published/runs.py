@@ -19,11 +19,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from benchmarks.published.software import implementation_of
-from triaxis.engine.config.layout_rules import layers_fill_stages, ranks_can_be_listed
-from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.problem import Rule, Subject, divisors
-from triaxis.engine.config.sizes import GPT_SHAPES
-from triaxis.engine.config.training_rules import batch_is_whole_microbatches, microbatches_can_be_listed
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.layout import layers_fill_stages, ranks_can_be_listed
+from triaxis.engine.config.rules.problem import Rule, Subject, divisors
+from triaxis.engine.config.rules.sizes import GPT_SHAPES
+from triaxis.engine.config.rules.training import batch_is_whole_microbatches, microbatches_can_be_listed
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, shown
 from triaxis.engine.layout.rank_grid import ParallelSizes

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from triaxis.engine.config.run import ResilienceConfig
+from triaxis.engine.config.schema.run import ResilienceConfig
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.step_limits import StepLimits

@@ -26,9 +26,9 @@ from triaxis.engine.checkpoint.resume_rules import ABSENT, accepting, changes, r
 from triaxis.engine.checkpoint.schedule_change import schedule_change
 from triaxis.engine.checkpoint.shards import LoadWhat, fingerprint, loaded_kinds, restore, saved_numel
 from triaxis.engine.comm.texts import announce, gather_text
-from triaxis.engine.config.optimizer_kinds import EMA, MASTER
-from triaxis.engine.config.run_phases import phase_at
-from triaxis.engine.config.update_settings import is_frozen_by
+from triaxis.engine.config.quantities.run_phases import phase_at
+from triaxis.engine.config.quantities.update_settings import is_frozen_by
+from triaxis.engine.config.values.optimizer_kinds import EMA, MASTER
 from triaxis.engine.data.corpus.tokenizers import BytesTokenizer
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import CheckpointError

@@ -6,7 +6,7 @@ Each configuration field has one of three verdicts, which says what happens if t
     meant     learning rate, data, dtype, length of the run, ...          allowed if named in `checkpoint.accept`
     never     shape of the model, samples per step                        refused, since the saved state would be meaningless
 
-The configuration's sections declare the verdicts (`triaxis.engine.config.section.OnResume`).
+The configuration's sections declare the verdicts (`triaxis.engine.config.schema.section.OnResume`).
 """
 
 import shlex
@@ -17,11 +17,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.phases import PHASE_FIELDS, fields_of
-from triaxis.engine.config.plan import planned_steps, planned_tokens
-from triaxis.engine.config.run_phases import past_differs
-from triaxis.engine.config.section import Section, Verdict
+from triaxis.engine.config.quantities.plan import planned_steps, planned_tokens
+from triaxis.engine.config.quantities.run_phases import past_differs
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.phases import PHASE_FIELDS, fields_of
+from triaxis.engine.config.schema.section import Section, Verdict
 from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.storage.redaction import tree_without_secrets

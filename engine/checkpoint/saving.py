@@ -43,8 +43,8 @@ from triaxis.engine.checkpoint.shards import fingerprint
 from triaxis.engine.checkpoint.writer import RankWriter
 from triaxis.engine.comm.agreement import SaveFlags
 from triaxis.engine.comm.texts import gather_text
+from triaxis.engine.config.quantities.update_settings import is_frozen
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import is_frozen
 from triaxis.engine.errors import CheckpointError, SaveError, counted
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.step import Engine

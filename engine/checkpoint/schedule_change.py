@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from triaxis.engine.config.plan import planned_tokens
+from triaxis.engine.config.quantities.plan import planned_tokens
 from triaxis.engine.config.tree import Config
 from triaxis.engine.optimizer.lr import Fall, fall_of, rate_of
 from triaxis.engine.storage.user_module import UserModuleError

@@ -15,7 +15,7 @@ from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.checkpoint.format.fingerprint import range_fingerprint
 from triaxis.engine.checkpoint.format.manifest import Kind, Manifest, TrainingState
 from triaxis.engine.checkpoint.format.store import Shard, Values, load
-from triaxis.engine.config.optimizer_kinds import EMA, MASTER
+from triaxis.engine.config.values.optimizer_kinds import EMA, MASTER
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.numerics.hashing import signed
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from triaxis.engine.comm.store_agreement import Facts, grouped, name_ranks
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.device.gpus import (
     BACKEND_VARIABLE,
     CPU,

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as _c10d
 from triaxis.engine.comm.network import Interface, cluster_interface, interface_variables, listening_socket
 from triaxis.engine.comm.placement import Place, facts_of, judge_places, place
 from triaxis.engine.comm.store_agreement import compare_facts
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.device.allocator import set_up_allocator
 from triaxis.engine.device.gpus import NCCL
 from triaxis.engine.errors import TopologyError

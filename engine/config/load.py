@@ -17,16 +17,16 @@ from typing import Annotated, Any, TypeVar, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from triaxis.engine.config.check import problems as broken_rules
-from triaxis.engine.config.dotted import get_field, with_fields
-from triaxis.engine.config.earlier import translated
-from triaxis.engine.config.extension_rules import extension_problem
-from triaxis.engine.config.extension_section import placed
-from triaxis.engine.config.foreign_names import AND_FIELD, is_foreign, our_value, unknown_key
-from triaxis.engine.config.phase_rules import refused_field
-from triaxis.engine.config.phases import PhaseFields, fields_of
-from triaxis.engine.config.problem import Rule
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.names.earlier import translated
+from triaxis.engine.config.names.foreign_names import AND_FIELD, is_foreign, our_value, unknown_key
+from triaxis.engine.config.rules.check import problems as broken_rules
+from triaxis.engine.config.rules.extension import extension_problem
+from triaxis.engine.config.rules.phases import refused_field
+from triaxis.engine.config.rules.problem import Rule
+from triaxis.engine.config.schema.dotted import get_field, with_fields
+from triaxis.engine.config.schema.extension import placed
+from triaxis.engine.config.schema.phases import PhaseFields, fields_of
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.shipped import config_path, nearest_names
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.type_problems import section_at, type_problems

@@ -1,8 +1,8 @@
 """The configuration: one tree of pydantic models.
 
 A config is data and never rewritten after reading. Sections compute what follows from their own fields, such as the padded
-vocabulary; `engine/config/plan.py` computes what follows from several sections, such as the pipeline stages.
-Reading is in `engine/config/load.py`, the check of its rules in `engine/config/check.py`.
+vocabulary; `engine/config/quantities/plan.py` computes what follows from several sections, such as the pipeline stages.
+Reading is in `engine/config/load.py`, the check of its rules in `engine/config/rules/check.py`.
 
     YAML  <  environment  <  section.key=value   ->   Config   ->   ParallelSizes, BatchPlan
 """
@@ -11,20 +11,20 @@ from typing import Annotated
 
 from pydantic import Field
 
-from triaxis.engine.config.data import DataConfig
-from triaxis.engine.config.kernels import KernelsConfig
-from triaxis.engine.config.layout import ParallelConfig, ScheduleConfig
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.optimizer_kinds import StateKind, state_kinds
-from triaxis.engine.config.phases import PhaseFields
-from triaxis.engine.config.recompute import OffloadConfig, RecomputeConfig
-from triaxis.engine.config.run import CheckpointConfig, ResilienceConfig, RuntimeConfig
-from triaxis.engine.config.section import MEANT, OnResume, Section, Verdict
-from triaxis.engine.config.telemetry import TelemetryConfig
-from triaxis.engine.config.training import EvalConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from triaxis.engine.config.schema.data import DataConfig
+from triaxis.engine.config.schema.kernels import KernelsConfig
+from triaxis.engine.config.schema.layout import ParallelConfig, ScheduleConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.phases import PhaseFields
+from triaxis.engine.config.schema.recompute import OffloadConfig, RecomputeConfig
+from triaxis.engine.config.schema.run import CheckpointConfig, ResilienceConfig, RuntimeConfig
+from triaxis.engine.config.schema.section import MEANT, OnResume, Section, Verdict
+from triaxis.engine.config.schema.telemetry import TelemetryConfig
+from triaxis.engine.config.schema.training import EvalConfig, OptimizerConfig, PrecisionConfig, TrainConfig
+from triaxis.engine.config.values.optimizer_kinds import StateKind, state_kinds
 
 FORMAT_VERSION = 2
-"""Version number for configuration files, raised when a key changes its name or its meaning (`engine/config/earlier.py`)."""
+"""Version number for configuration files, raised when a key changes its name or its meaning (`engine/config/names/earlier.py`)."""
 
 
 class Config(Section):

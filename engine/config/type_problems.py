@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import ValidationError
 
-from triaxis.engine.config.dotted import get_field
-from triaxis.engine.config.foreign_names import our_value
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.names.foreign_names import our_value
+from triaxis.engine.config.schema.dotted import get_field
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.shipped import config_path
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import commented_lines

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.storage.redaction import without_secrets
 

@@ -25,9 +25,9 @@ import torch
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import ATTENTION_MARK, KEYS_AND_VALUES
-from triaxis.engine.config.context_parallel import heads_of_pieces
-from triaxis.engine.config.layout import ParallelConfig
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.quantities.context_parallel import heads_of_pieces
+from triaxis.engine.config.schema.layout import ParallelConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.context_parallel.mixer import Mixer, heads_first, tokens_first
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.attention import masked_kernel

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.context_parallel import gathers_keys
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import Windows, even_runs, runs_of_ranks, windows_of
 from triaxis.engine.context_parallel.imbalance import work_of_ranks

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.context_parallel import gathers_keys
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.attention import ContextParallelRegion, GatheredKeys
 from triaxis.engine.context_parallel.gathered_rows import GatheredRows

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from triaxis.engine.config.data import DataConfig
-from triaxis.engine.config.extension import OURS, Extension
-from triaxis.engine.config.run_phases import DataSegment, data_segments
-from triaxis.engine.config.sources import Source
+from triaxis.engine.config.quantities.run_phases import DataSegment, data_segments
+from triaxis.engine.config.schema.data import DataConfig
+from triaxis.engine.config.schema.extension_parts import OURS, Extension
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.sources import Source
 from triaxis.engine.data.blend import Blend, counts_of
 from triaxis.engine.data.corpus.own import Corpus, open_corpus, refuse_repeated
 from triaxis.engine.data.corpus.record import read_record

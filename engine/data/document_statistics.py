@@ -14,7 +14,7 @@ An integral replaces the exact sum over queries, as in the published FLOP count 
 from dataclasses import dataclass
 from statistics import fmean
 
-from triaxis.engine.config.stage_work import keys_of
+from triaxis.engine.config.quantities.stage_work import keys_of
 from triaxis.engine.data.sampler import step_sample_ids
 from triaxis.engine.data.samples import SampleSource, input_lengths
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from triaxis.engine.config.data import AttentionScope, PositionOrigin
+from triaxis.engine.config.schema.data import AttentionScope, PositionOrigin
 from triaxis.engine.data.documents import Documents, document_positions
 from triaxis.engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
 from triaxis.engine.data.samples import Sample, SampleSource, input_lengths, mask_ahead
@@ -77,7 +77,7 @@ class Batches:
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
         attention, positions: values of the settings `data.attention` and `data.positions`.
         num_ahead: D, number of tokens beyond the next one that each position predicts (`model.mtp.num_layers`).
-        weigh: function (tokens, labels, mask) -> label weights [b, s] (LossPart of `engine/config/extension.py`).
+        weigh: function (tokens, labels, mask) -> label weights [b, s] (LossPart of `engine/config/schema/extension_parts.py`).
             None: the loss mask alone counts labels.
         cut: function (microbatch) -> this context-parallel rank's tokens of it; None: ranks hold whole rows.
 

@@ -9,8 +9,8 @@ config.yaml and checkpoints record. A run on synthetic data keeps null.
 
 from collections.abc import Sequence
 
-from triaxis.engine.config.model import BYTES_VOCABULARY
-from triaxis.engine.config.run_phases import at_phase
+from triaxis.engine.config.quantities.run_phases import at_phase
+from triaxis.engine.config.schema.model import BYTES_VOCABULARY
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import idx_path
 from triaxis.engine.data.corpus.matching import find_recorded, recorded_as

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables with which users configure torch's allocator: today's name, then older ones. Each torch version reads some of them."""

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
 from triaxis.engine.errors import TopologyError, counted
 from triaxis.engine.program import IS_CHECKOUT, ROOT

@@ -31,8 +31,8 @@ from triaxis.engine.activations.saved_tensors import TensorObserver, unobserved
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import EXPERTS
-from triaxis.engine.config.expert_rows import buffer_rows
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.quantities.expert_rows import buffer_rows
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.expert_parallel.routing import count_values
 from triaxis.engine.kernels.fusion import EAGER, Fusion

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from triaxis.engine.activations.saved_tensors import TensorObserver, unobserved
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.expert_parallel.dispatch import (

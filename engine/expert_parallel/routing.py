@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.numerics.precision import accumulate
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaxis.engine.config.attention_kernels import ALL, ATTENTION_KERNELS
+from triaxis.engine.config.values.attention_kernels import ALL, ATTENTION_KERNELS
 from triaxis.engine.kernels.explicit_attention import Drop, explicit_attention
 from triaxis.engine.kernels.masked_attention import WHOLE, Kernel, Mask, masked_attention
 from triaxis.engine.kernels.te_attention import TeAttention
@@ -45,7 +45,7 @@ def attention(
     The shapes are q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
     Args:
-        kernel: name in `triaxis.engine.config.attention_kernels.ATTENTION_KERNELS`.
+        kernel: name in `triaxis.engine.config.values.attention_kernels.ATTENTION_KERNELS`.
         q, k, v: operands with one dtype; d_v <= d.
         mask: restriction on the visible keys beyond causality, on q's device.
         is_causal: whether queries see no later keys, which needs s_k = s or `mask.part`; False for a single query (s = 1) at the

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
-from triaxis.engine.config.attention_pattern import PLAIN, AttentionPattern
+from triaxis.engine.config.quantities.attention_pattern import PLAIN, AttentionPattern
+from triaxis.engine.config.values.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.attention import attention

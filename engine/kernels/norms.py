@@ -42,7 +42,7 @@ class NormKernel:
     """A norm as a model calls it, with its eps, eager or compiled.
 
     Args:
-        name: norm's name in `triaxis.engine.config.layer_kinds.NORMS`.
+        name: norm's name in `triaxis.engine.config.values.model_choices.NORMS`.
         eps: constant added to the variance or mean square.
         fusion: wrapper that compiles the norm's forward and backward, or leaves them eager.
 

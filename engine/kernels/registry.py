@@ -29,13 +29,13 @@ import torch
 
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS, Auto
-from triaxis.engine.config.attention_pattern import PLAIN, AttentionPattern, attention_pattern
-from triaxis.engine.config.context_parallel import gathers_keys, local_kv_heads
-from triaxis.engine.config.expert_rows import dispatch_of
-from triaxis.engine.config.kernels import KernelsConfig
-from triaxis.engine.config.moe import DispatchName
+from triaxis.engine.config.quantities.attention_pattern import PLAIN, AttentionPattern, attention_pattern
+from triaxis.engine.config.quantities.context_parallel import gathers_keys, local_kv_heads
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.schema.kernels import KernelsConfig
+from triaxis.engine.config.schema.moe import DispatchName
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.attention_kernels import ATTENTION_KERNELS, Auto
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.apex import Apex, apex_failure, apex_refusal, open_apex
 from triaxis.engine.kernels.attention_trials import (

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from triaxis.engine.config.attention_kinds import RopeScaling, Rotary
+from triaxis.engine.config.schema.layer_kinds import RopeScaling, Rotary
 from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 

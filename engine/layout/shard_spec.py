@@ -217,7 +217,7 @@ def localize(
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:
     """Compute the range (start, stop) of the items in part `index`; with fewer items than parts, neighbouring parts share an item.
 
-    One of `size` and `parts` divides the other (a rule in `engine/config/sizes.py`).
+    One of `size` and `parts` divides the other (a rule in `engine/config/rules/sizes.py`).
     """
     assert size % parts == 0 or parts % size == 0, f"{size} items cannot be cut into {parts} parts"
     if size >= parts:

@@ -17,7 +17,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 """Torch dtype for each name that the configuration accepts (`precision.dtype`)."""
 
 STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**DTYPES, "int16": torch.int16})
-"""Torch dtypes of stored state by their names (`engine/config/state_plan.py`); int16 are a split master's lower bits."""
+"""Torch dtypes of stored state by their names (`engine/config/quantities/state_plan.py`); int16 are a split master's lower bits."""
 
 INIT_DTYPE = torch.float32
 """Dtype in which initial weights are drawn, before they are cast to the run's dtype."""

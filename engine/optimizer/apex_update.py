@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triaxis.engine.config.optimizer_kinds import MASTER
-from triaxis.engine.config.training import OptimizerConfig
-from triaxis.engine.config.update_settings import UpdateRule
+from triaxis.engine.config.quantities.update_settings import UpdateRule
+from triaxis.engine.config.schema.training import OptimizerConfig
+from triaxis.engine.config.values.optimizer_kinds import MASTER
 from triaxis.engine.kernels.apex import Apex
 
 if TYPE_CHECKING:  # the optimizer imports this

@@ -1,7 +1,7 @@
 """The optimizer with its state sharded over data-parallel ranks (ZeRO-1, 1910.02054 section 5.1).
 
 Each data-parallel rank owns an equal part of every bucket (`param_layout.py`), with its master weights and moments. Their stored
-forms are in `state.py`, the optimizers in `engine/config/optimizer_kinds.py` and `updates.py`.
+forms are in `state.py`, the optimizers in `engine/config/values/optimizer_kinds.py` and `updates.py`.
 
 A step scales the owned gradients (loss scale and clipping), then updates the masters in the accumulation dtype and their moving
 average. Afterwards it rounds the masters into the parameters and all-gathers the buckets. There are three kernels
@@ -20,11 +20,11 @@ from types import MappingProxyType
 
 import torch
 
-from triaxis.engine.config.extension import UpdatePart
-from triaxis.engine.config.optimizer_kinds import MASTER, state_kinds
-from triaxis.engine.config.state_plan import state_rows
-from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
-from triaxis.engine.config.update_settings import update_rule
+from triaxis.engine.config.quantities.state_plan import state_rows
+from triaxis.engine.config.quantities.update_settings import update_rule
+from triaxis.engine.config.schema.extension_parts import UpdatePart
+from triaxis.engine.config.schema.training import OptimizerConfig, PrecisionConfig
+from triaxis.engine.config.values.optimizer_kinds import MASTER, state_kinds
 from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.kernels.apex import Apex
 from triaxis.engine.kernels.fusion import Fusion

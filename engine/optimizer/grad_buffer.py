@@ -26,8 +26,8 @@ import torch
 
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
-from triaxis.engine.config.state_plan import MAIN_GRAD, WEIGHT, StateRow, state_rows
-from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.config.quantities.state_plan import MAIN_GRAD, WEIGHT, StateRow, state_rows
+from triaxis.engine.config.schema.training import PrecisionConfig
 from triaxis.engine.layout.param_layout import BucketLayout, BufferLayout
 from triaxis.engine.layout.shard_spec import ReduceAxis
 from triaxis.engine.numerics.precision import DTYPES, STORED_DTYPES

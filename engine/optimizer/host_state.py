@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triaxis.engine.config.state_plan import NUM_PLACES, PIECE_NUMEL
+from triaxis.engine.config.quantities.state_plan import NUM_PLACES, PIECE_NUMEL
 from triaxis.engine.device.copy_lane import CopyLane, Mark, lane_of
 from triaxis.engine.device.pinned_memory import PinnedBuffer, Purpose, VectorSize, page_lock_of
 from triaxis.engine.optimizer.pieces import Join, Piece

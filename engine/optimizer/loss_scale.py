@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.schema.loss_scale import LossScaleConfig
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 
 FACTOR = 2.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from triaxis.engine.config.training import DECAYS, OptimizerConfig
+from triaxis.engine.config.schema.training import DECAYS, OptimizerConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from triaxis.engine.config.extension import UpdatePart
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.extension_parts import UpdatePart
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE

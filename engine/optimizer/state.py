@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from triaxis.engine.config.optimizer_kinds import EMA, MASTER, StateKind
-from triaxis.engine.config.state_plan import StateRow
+from triaxis.engine.config.quantities.state_plan import StateRow
+from triaxis.engine.config.values.optimizer_kinds import EMA, MASTER, StateKind
 from triaxis.engine.device.pinned_memory import VectorSize
 from triaxis.engine.numerics.precision import STORED_DTYPES, accumulation_dtype
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from triaxis.engine.config.update_settings import UpdateRule
+from triaxis.engine.config.quantities.update_settings import UpdateRule
 
 _LONGEST_BLOCK = 1024
 

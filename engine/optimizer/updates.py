@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from triaxis.engine.config.optimizer_kinds import OptimizerName, StateKind
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
+from triaxis.engine.config.values.optimizer_kinds import OptimizerName, StateKind
 
 Tensors = Sequence[Tensor]
 State = Mapping[StateKind, Tensors]
@@ -22,7 +22,7 @@ State = Mapping[StateKind, Tensors]
 class Update(Protocol):
     """One optimizer's update rule, which is element-wise: any cut through the flat buffers gives the same bits.
 
-    An extension's rule (`triaxis.engine.config.extension.UpdatePart`) has only `factors` and `elementwise`.
+    An extension's rule (`triaxis.engine.config.schema.extension_parts.UpdatePart`) has only `factors` and `elementwise`.
     """
 
     @staticmethod

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from triaxis.engine.config.schedule_file import ACTION, not_an_action
+from triaxis.engine.config.values.schedule_file import ACTION, not_an_action
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.layout.placement import Placement
 

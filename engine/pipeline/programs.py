@@ -12,7 +12,7 @@ as `triaxis.engine.pipeline.validate` proves for each program.
 
 from collections.abc import Iterator
 
-from triaxis.engine.config.problem import Problem, Subject
+from triaxis.engine.config.rules.problem import Problem, Subject
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.pipeline.actions import Schedule
 from triaxis.engine.pipeline.lowering import Program, lower

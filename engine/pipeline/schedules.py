@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from triaxis.engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V
-from triaxis.engine.config.plan import batch_plan
-from triaxis.engine.config.schedule_file import ScheduleText
+from triaxis.engine.config.quantities.plan import batch_plan
+from triaxis.engine.config.schema.layout import IS_INTERLEAVED, RUNS_IN_A_V
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.schedule_file import ScheduleText
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule

@@ -15,7 +15,7 @@ from fractions import Fraction
 from rich.style import Style
 from rich.text import Text
 
-from triaxis.engine.config.schedule_file import parse_schedule
+from triaxis.engine.config.values.schedule_file import parse_schedule
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action, Kind, Schedule
 from triaxis.engine.pipeline.lowering import Instruction, Post, Program

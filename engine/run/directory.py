@@ -34,8 +34,8 @@ from typing import Any
 from triaxis.engine.checkpoint.directory import CHECKPOINTS, CONFIG, CheckpointDirectory
 from triaxis.engine.checkpoint.lock import FolderLock
 from triaxis.engine.checkpoint.resume_rules import lengthening
-from triaxis.engine.config.run_rules import name_problems
-from triaxis.engine.config.telemetry import ProfileConfig
+from triaxis.engine.config.rules.run import name_problems
+from triaxis.engine.config.schema.telemetry import ProfileConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import TriaxisError

@@ -17,8 +17,8 @@ from triaxis.engine.checkpoint.directory import CHECKPOINTS, CONFIG, LATEST
 from triaxis.engine.checkpoint.history import SKIPPED
 from triaxis.engine.checkpoint.lock import LOCK
 from triaxis.engine.checkpoint.resume_rules import changes, refuse
-from triaxis.engine.config.earlier import translated
-from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.names.earlier import translated
+from triaxis.engine.config.quantities.plan import planned_steps
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.errors import CheckpointError, TriaxisError

@@ -67,7 +67,7 @@ class Validation:
     def is_due(self, step: int) -> bool:
         """Whether a validation follows step `step`, from 0.
 
-        One follows every `eval.interval` steps, and the last step of a phase of the run (`engine/config/phases.py`).
+        One follows every `eval.interval` steps, and the last step of a phase of the run (`engine/config/schema/phases.py`).
         """
         interval, end_step = self._engine.config.eval.interval, self._engine.plan.phase.end_step
         if self._open_batches is None or interval is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from scaled_mlp import ScaledMLP
 
 from triaxis import Extension, ParamSpec
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 
 
 class WrongMLP(ScaledMLP):

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from triaxis.engine.config.layout import ParallelConfig
-from triaxis.engine.config.training import MOST_STEPS
+from triaxis.engine.config.schema.layout import ParallelConfig
+from triaxis.engine.config.schema.training import MOST_STEPS
 from triaxis.engine.device.gpus import find_gpus
 from triaxis.engine.errors import TriaxisError, counted
 from triaxis.launch.start import hostfile

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from triaxis.engine.config.optimizer_kinds import EMA
+from triaxis.engine.config.values.optimizer_kinds import EMA
 from triaxis.engine.errors import CheckpointError, attempt_name, counted
 from triaxis.engine.telemetry.outlets.format import compact, in_bytes, significant
 from triaxis.engine.telemetry.record.parameters import MODULES, module_of

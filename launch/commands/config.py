@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 
-from triaxis.engine.config.context_parallel import gathers_keys, method_line
-from triaxis.engine.config.dotted import with_fields
-from triaxis.engine.config.extension_costs import with_costs
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
-from triaxis.engine.config.run_phases import at_phase, run_phases
+from triaxis.engine.config.quantities.context_parallel import gathers_keys, method_line
+from triaxis.engine.config.quantities.extension_costs import with_costs
+from triaxis.engine.config.quantities.plan import balance_line, batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.quantities.run_phases import at_phase, run_phases
+from triaxis.engine.config.schema.dotted import with_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.data.datasets import open_datasets

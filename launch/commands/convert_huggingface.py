@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from triaxis.engine.checkpoint.inspect.recorded import recorded_config
 from triaxis.engine.checkpoint.inspect.weights import check_weights
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON, check_tokenizer
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.program import triaxis

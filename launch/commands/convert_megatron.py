@@ -17,11 +17,11 @@ from rich.console import Console
 
 from triaxis.engine.checkpoint.inspect.recorded import recorded_config
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.optimizer_kinds import EMA, MASTER
-from triaxis.engine.config.section import Section
-from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig, TrainConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.section import Section
+from triaxis.engine.config.schema.training import OptimizerConfig, PrecisionConfig, TrainConfig
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.optimizer_kinds import EMA, MASTER
 from triaxis.engine.errors import CheckpointError, ConfigError, shown
 from triaxis.engine.program import triaxis
 from triaxis.launch.start.command_line import refuse

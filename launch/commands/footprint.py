@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.telemetry.outlets.format import in_bytes
 from triaxis.launch.pictures.tables import terminal_table
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ladder:
         return _ladder(config, args)
     # torch is imported only here, so that `--help` and mistakes are answered at once.
-    from triaxis.engine.config.extension_costs import with_costs
+    from triaxis.engine.config.quantities.extension_costs import with_costs
     from triaxis.launch.footprint.own_costs import OwnCostsMeter
     from triaxis.launch.footprint.run import Footprints
     from triaxis.models.gpt.chunk import build_chunks

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.launch.inference.request import add_arguments as add_checkpoint_arguments
 from triaxis.launch.inference.request import ask, open_tokenizer, start
 from triaxis.launch.start.command_line import CommandParser, refuse

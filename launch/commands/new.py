@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from triaxis.engine.config.counts import count
 from triaxis.engine.config.load import load_config, override
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.quantities.plan import batch_plan
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.shipped import config_path, nearest_names
+from triaxis.engine.config.values.counts import count
 from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.matching import MOST_IDS, Match, match_tokenizer

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from triaxis.engine.config.counts import count
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.values.counts import count
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.program import triaxis
 from triaxis.launch.footprint.own_costs import OwnCostsMeter

@@ -139,7 +139,7 @@ def asked_for(args: argparse.Namespace) -> Schedule:
         ScheduleError: a size is missing, wrong or too large, an argument needs a config, or no schedule has that name.
         ConfigError: the schedule with that name cannot have this vpp.
     """
-    from triaxis.engine.config.layout_rules import schedule_problems
+    from triaxis.engine.config.rules.layout import schedule_problems
 
     if useless := [*typed(args, "dp", "world_size"), *args.overrides]:
         raise ScheduleError(
@@ -180,7 +180,7 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
 
     `triaxis schedule check` also prints the pipeline's sizes and the batch here.
     """
-    from triaxis.engine.config.plan import batch_plan
+    from triaxis.engine.config.quantities.plan import batch_plan
 
     config, dp = _read(args)
     note = "" if dp else " (dp is open: --gpus N says another)"
@@ -194,7 +194,7 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
 def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
     """Read the config and its data-parallel size. The size is None if nothing sets it."""
     from triaxis.engine.config.load import load_config
-    from triaxis.engine.config.plan import data_parallel_size
+    from triaxis.engine.config.quantities.plan import data_parallel_size
 
     if given := typed(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(
@@ -217,7 +217,7 @@ def usual_dp(config: "Config") -> int:
 
     With a schedule file, each pipeline gets the file's number of microbatches.
     """
-    from triaxis.engine.config.problem import divisors
+    from triaxis.engine.config.rules.problem import divisors
 
     if (file := config.schedule.file) is not None:
         return max(1, config.train.global_batch_size // (config.train.micro_batch_size * file.text.num_microbatches))
@@ -325,7 +325,7 @@ def _names(schedule: Schedule) -> dict[str, object]:
 
 def _of_model(args: argparse.Namespace) -> tuple[Schedule, Costs, str]:
     """Build the schedule for a config's training step, its stage costs, and their unit."""
-    from triaxis.engine.config.plan import parallel_sizes
+    from triaxis.engine.config.quantities.plan import parallel_sizes
     from triaxis.models.predict.step_time.cluster import cluster_at
     from triaxis.models.predict.step_time.estimate import Estimator
     from triaxis.models.predict.step_time.flops_costs import UNIT, flops_costs

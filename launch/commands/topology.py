@@ -8,9 +8,9 @@ import argparse
 import os
 from dataclasses import asdict
 
-from triaxis.engine.config.check import require_legal
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.check import require_legal
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TopologyError
 from triaxis.engine.layout.rank_grid import AXES, ParallelSizes, RankGrid

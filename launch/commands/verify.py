@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.training import MOST_STEPS
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.schema.training import MOST_STEPS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import counted
 from triaxis.engine.layout.rank_rules import MOST_RANKS as LARGEST_WORLD

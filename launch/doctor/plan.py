@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.quantities.plan import stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
 from triaxis.engine.data.run_tokenizer import corpora_of

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from rich.markup import escape
 from rich.table import Table
 
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.extension_costs import Measure, as_ours, with_costs
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.extension_costs import Measure, as_ours, with_costs
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.telemetry.outlets.format import gigabytes, significant

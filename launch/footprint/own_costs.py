@@ -13,9 +13,9 @@ from fractions import Fraction
 from typing import Any
 
 from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
-from triaxis.engine.config.extension import NO_COSTS, OwnCosts, OwnMessages
-from triaxis.engine.config.layout import ScheduleConfig
-from triaxis.engine.config.recompute import OffloadConfig, RecomputeConfig
+from triaxis.engine.config.schema.extension_parts import NO_COSTS, OwnCosts, OwnMessages
+from triaxis.engine.config.schema.layout import ScheduleConfig
+from triaxis.engine.config.schema.recompute import OffloadConfig, RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import brief
 from triaxis.engine.layout.rank_grid import ParallelSizes

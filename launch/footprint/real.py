@@ -12,7 +12,7 @@ import torch
 
 from triaxis.engine.comm.ledger import Event
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.registry import open_kernels
 from triaxis.engine.layout.rank_grid import Coordinates

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.expert_parallel.dispatch import ExchangeDispatch, GatherDispatch, KnownRows

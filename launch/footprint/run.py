@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from triaxis.engine.comm.ledger import Event
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import batch_plan, parallel_sizes, part_length, rank_grid, stages_of
+from triaxis.engine.config.quantities.plan import batch_plan, parallel_sizes, part_length, rank_grid, stages_of
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.data.documents import Documents

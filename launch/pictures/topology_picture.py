@@ -9,7 +9,7 @@ import math
 from itertools import groupby
 from pathlib import Path
 
-from triaxis.engine.config.problem import divisors
+from triaxis.engine.config.rules.problem import divisors
 from triaxis.engine.errors import TopologyError, counted
 from triaxis.engine.layout.rank_grid import Coordinates, RankGrid
 from triaxis.launch.pictures.charts import scrolling

@@ -14,20 +14,20 @@ from functools import cache
 from itertools import product
 from typing import Literal
 
-from triaxis.engine.config.check import RULES, broken_keys
-from triaxis.engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V
-from triaxis.engine.config.layout_rules import (
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of, work_of_cut
+from triaxis.engine.config.rules.check import RULES, broken_keys
+from triaxis.engine.config.rules.layout import (
     layers_fill_stages,
     schedule_file_fits,
     schedule_matches_chunks,
     schedule_problems,
 )
-from triaxis.engine.config.needs import NEEDS
-from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
-from triaxis.engine.config.problem import Rule, Subject, divisors
-from triaxis.engine.config.recompute import RecomputeConfig
-from triaxis.engine.config.sizes import LIMITS, TOKENS_IN_FP8
-from triaxis.engine.config.training_rules import batch_is_whole_microbatches, microbatches_can_be_listed
+from triaxis.engine.config.rules.needs import NEEDS
+from triaxis.engine.config.rules.problem import Rule, Subject, divisors
+from triaxis.engine.config.rules.sizes import LIMITS, TOKENS_IN_FP8
+from triaxis.engine.config.rules.training import batch_is_whole_microbatches, microbatches_can_be_listed
+from triaxis.engine.config.schema.layout import IS_INTERLEAVED, RUNS_IN_A_V
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.axis_sizes import in_all_sizes

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from html import escape
 
-from triaxis.engine.config.plan import batch_plan, rank_grid
+from triaxis.engine.config.quantities.plan import batch_plan, rank_grid
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import simulate

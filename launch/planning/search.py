@@ -23,11 +23,11 @@ from fractions import Fraction
 from itertools import count
 from math import floor, inf
 
-from triaxis.engine.config.check import RULES, broken_keys
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.extension_costs import Measure, as_ours, with_costs
-from triaxis.engine.config.problem import Subject
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.quantities.extension_costs import Measure, as_ours, with_costs
+from triaxis.engine.config.rules.check import RULES, broken_keys
+from triaxis.engine.config.rules.problem import Subject
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes

@@ -17,9 +17,9 @@ from typing import Any
 from triaxis.engine.checkpoint.resume_rules import flat
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.store_agreement import Facts, compare_details, is_alone, naming_the_silent, run_store
-from triaxis.engine.config.extension import Extension
-from triaxis.engine.config.sources import Source
+from triaxis.engine.config.schema.extension_parts import Extension
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.sources import Source
 from triaxis.engine.data.corpus.own import open_corpus
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.data.run_tokenizer import corpora_of

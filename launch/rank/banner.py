@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from triaxis.engine.config.fp8_layers import fp8_line
+from triaxis.engine.config.quantities.fp8_layers import fp8_line
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.own import open_corpus
 from triaxis.engine.data.corpus.stdlib import entropies

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from triaxis.engine.config.run_phases import at_phase
+from triaxis.engine.config.quantities.run_phases import at_phase
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.datasets import Datasets, open_orders, open_run_datasets
 from triaxis.engine.data.index_cache import Progress

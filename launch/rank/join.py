@@ -11,12 +11,12 @@ import torch
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.comm.runtime import RankEnvironment, Runtime, start
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.context_parallel import gathers_keys
-from triaxis.engine.config.expert_rows import dispatch_of
-from triaxis.engine.config.extension_costs import Measure, as_ours, with_costs
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
-from triaxis.engine.config.run_phases import at_phase
+from triaxis.engine.config.quantities.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.extension_costs import Measure, as_ours, with_costs
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.run_phases import at_phase
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.run_tokenizer import with_tokenizer
 from triaxis.launch.rank.agreement import agree

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import OutOfMemoryError
 from triaxis.engine.pipeline.actions import Action

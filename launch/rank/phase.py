@@ -12,8 +12,8 @@ from triaxis.engine.checkpoint.directory import Candidate, find
 from triaxis.engine.checkpoint.resume_rules import SEQUENCE_COUNTS, accepting, with_kept_counts
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.store_agreement import rank_0_says
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.run_phases import at_phase, phase_at
+from triaxis.engine.config.quantities.run_phases import at_phase, phase_at
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.run.directory import RunDirectory, run_name

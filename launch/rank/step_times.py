@@ -11,7 +11,7 @@ import torch
 
 from triaxis.engine.comm.gather import Gathering
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.quantities.plan import batch_plan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.pipeline import schedules

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from triaxis.engine.config.run_phases import data_segments
+from triaxis.engine.config.quantities.run_phases import data_segments
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.blend import Blend
 from triaxis.engine.data.datasets import open_run_datasets

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from triaxis.engine.config.plan import planned_steps
-from triaxis.engine.config.run_phases import at_phase, run_phases
+from triaxis.engine.config.quantities.plan import planned_steps
+from triaxis.engine.config.quantities.run_phases import at_phase, run_phases
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.matching import find_recorded
 from triaxis.engine.data.corpus.own import open_corpus

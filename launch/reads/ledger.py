@@ -8,7 +8,7 @@ The result is the same in every layout, and after any number of restarts.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triaxis.engine.config.run_phases import RunPhase
+from triaxis.engine.config.quantities.run_phases import RunPhase
 from triaxis.engine.data.blend import Blend
 from triaxis.engine.data.remainder import ContinuedStream
 from triaxis.engine.data.samples import DocumentPart, SampleSource, SampleStream

@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from triaxis.engine.config.extension import OWN_CORPUS
-from triaxis.engine.config.run_phases import RunPhase, at_phase, run_phases
+from triaxis.engine.config.quantities.run_phases import RunPhase, at_phase, run_phases
+from triaxis.engine.config.schema.extension_parts import OWN_CORPUS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.samples import SampleSource

@@ -5,8 +5,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.config.dotted import with_fields
-from triaxis.engine.config.earlier import translated
+from triaxis.engine.config.names.earlier import translated
+from triaxis.engine.config.schema.dotted import with_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import DataError

@@ -9,7 +9,7 @@ from html import escape
 from statistics import median_high
 from typing import Any
 
-from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.quantities.plan import planned_steps
 from triaxis.engine.errors import attempt_name, counted
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.telemetry.outlets.format import compact, duration, in_bytes, significant

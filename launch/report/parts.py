@@ -6,7 +6,7 @@ from html import escape
 from itertools import pairwise
 from statistics import fmean
 
-from triaxis.engine.config.plan import batch_plan, parallel_sizes
+from triaxis.engine.config.quantities.plan import batch_plan, parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError, attempt_name, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid

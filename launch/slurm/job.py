@@ -26,8 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from triaxis.engine.config.check import require_legal
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.rules.check import require_legal
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ExitCode, attempt_name
 from triaxis.engine.program import ROOT

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from triaxis.engine.config.check import broken_rules
-from triaxis.engine.config.dotted import with_fields
-from triaxis.engine.config.foreign_names import ALWAYS_ON, our_name, unknown_key
 from triaxis.engine.config.load import ENVIRONMENT, as_overrides, load_config
-from triaxis.engine.config.megatron_arguments import ARGUMENTS
-from triaxis.engine.config.problem import plain
+from triaxis.engine.config.names.foreign_names import ALWAYS_ON, our_name, unknown_key
+from triaxis.engine.config.names.megatron_arguments import ARGUMENTS
+from triaxis.engine.config.rules.check import broken_rules
+from triaxis.engine.config.rules.problem import plain
+from triaxis.engine.config.schema.dotted import with_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.type_problems import meaning, needed_keys
 from triaxis.engine.config.yaml_text import read_yaml

@@ -3,7 +3,7 @@
 import subprocess
 from collections.abc import Mapping
 
-from triaxis.engine.config.problem import Rule
+from triaxis.engine.config.rules.problem import Rule
 from triaxis.engine.device.host_memory import host_memory_bytes
 from triaxis.models.predict.fit import Devices, host_rule, memory_rule
 

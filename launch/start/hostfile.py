@@ -27,9 +27,9 @@ from types import FrameType
 from typing import TextIO
 
 from triaxis.engine.comm.stop import stop_signals
-from triaxis.engine.config.check import require_legal
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.places import local_path
+from triaxis.engine.config.rules.check import require_legal
+from triaxis.engine.config.values.places import local_path
 from triaxis.engine.errors import TopologyError, shown
 from triaxis.engine.program import IS_CHECKOUT, ROOT
 from triaxis.engine.storage.state_files import read_text, reason

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from triaxis.engine.config.check import require_legal
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import BatchPlan, batch_plan, parallel_sizes
+from triaxis.engine.config.quantities.plan import BatchPlan, batch_plan, parallel_sizes
+from triaxis.engine.config.rules.check import require_legal
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
 from triaxis.engine.data.corpus.tokenizers import BYTES

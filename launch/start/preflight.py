@@ -6,7 +6,7 @@ The ranks check again, because they may be on other nodes. Here a check takes on
 import os
 from pathlib import Path
 
-from triaxis.engine.config.telemetry_rules import gpu_tool_problems
+from triaxis.engine.config.rules.telemetry import gpu_tool_problems
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.own import open_corpus
 from triaxis.engine.data.corpus.tokenizers import BYTES

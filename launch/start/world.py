@@ -13,10 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from triaxis.engine.config.check import is_legal
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.layout import ParallelConfig
-from triaxis.engine.config.problem import Rule, divisors
+from triaxis.engine.config.rules.check import is_legal
+from triaxis.engine.config.rules.problem import Rule, divisors
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.layout import ParallelConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 from triaxis.engine.errors import TopologyError, counted

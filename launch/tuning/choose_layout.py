@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from math import floor
 
-from triaxis.engine.config.check import is_legal, require_legal
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.check import is_legal, require_legal
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes

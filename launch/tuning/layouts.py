@@ -23,8 +23,8 @@ from statistics import median
 import yaml
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.run_phases import as_a_run
-from triaxis.engine.config.training import CONSTANT_RATE
+from triaxis.engine.config.quantities.run_phases import as_a_run
+from triaxis.engine.config.schema.training import CONSTANT_RATE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, ExitCode, TriaxisError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid

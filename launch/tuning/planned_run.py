@@ -11,10 +11,10 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from triaxis.engine.config.check import require_legal
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.plan import planned_steps
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.quantities.plan import planned_steps
+from triaxis.engine.config.rules.check import require_legal
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.write import commented_lines
 from triaxis.engine.data.corpus.indexed import IndexedTokens

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from triaxis.engine.config.layout import DEFERS_WEIGHT_GRADIENTS
-from triaxis.engine.config.layout_rules import schedule_problems
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.rules.layout import schedule_problems
+from triaxis.engine.config.schema.layout import DEFERS_WEIGHT_GRADIENTS
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.verify.covering import Row, covering_rows
 from triaxis.launch.verify.run import Trial, trial

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from triaxis.engine.checkpoint.shards import having
-from triaxis.engine.config.optimizer_kinds import StateKind
+from triaxis.engine.config.values.optimizer_kinds import StateKind
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.layout.shard_spec import Init, ParamRecord
 from triaxis.engine.numerics.precision import accumulation_dtype

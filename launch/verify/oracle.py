@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.moe import BalanceConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.moe import BalanceConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
-from triaxis.engine.config.expert_rows import dispatch_of
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.plan import data_parallel_size, stages_of
+from triaxis.engine.config.quantities.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.plan import data_parallel_size, stages_of
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import block_length
 from triaxis.engine.layout.shard_spec import cut

@@ -10,9 +10,9 @@ from itertools import count
 from pathlib import Path
 
 from triaxis.engine.config.load import ENVIRONMENT
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.update_settings import update_rule
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import update_rule
 from triaxis.engine.config.write import to_yaml
 from triaxis.launch.inference.request import JOB
 from triaxis.launch.start.launcher import Request, launch

@@ -1,6 +1,6 @@
 """Provide a verification's training data, from random tokens or from a corpus."""
 
-from triaxis.engine.config.model import LARGEST_VOCABULARY
+from triaxis.engine.config.schema.model import LARGEST_VOCABULARY
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.engine.data.samples import Sample, SampleSource

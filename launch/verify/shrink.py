@@ -10,11 +10,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, method_of
-from triaxis.engine.config.expert_rows import dispatch_of
-from triaxis.engine.config.fp8 import BLOCKS
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.plan import data_parallel_size
+from triaxis.engine.config.quantities.context_parallel import gathers_keys, heads_of_pieces, method_of
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.plan import data_parallel_size
+from triaxis.engine.config.schema.fp8 import BLOCKS
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
 from triaxis.launch.verify.relations import (
     MOST_ROUNDS,

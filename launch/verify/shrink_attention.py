@@ -11,8 +11,8 @@ For each kind of layer, these properties are kept:
 from collections.abc import Mapping
 from typing import Any
 
-from triaxis.engine.config.attention_kinds import RopeScaling
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.layer_kinds import RopeScaling
+from triaxis.engine.config.schema.model import ModelConfig
 
 PART = 0.5
 """Rotated share of a small model's heads, if only part of a head rotates in the original."""

@@ -6,7 +6,7 @@ All relations in `relations_of_experts` are kept. They concern experts, choices,
 from collections.abc import Iterator
 from typing import Any
 
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.schema.moe import MoEConfig
 
 MOST_GROUPS = 6
 """Largest number of groups in a small model, per expert rank."""

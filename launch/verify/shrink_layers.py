@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any
 
-from triaxis.engine.config.groups import GroupFields
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.quantities.plan import stages_of
+from triaxis.engine.config.quantities.update_settings import group_of
+from triaxis.engine.config.schema.groups import GroupFields
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import group_of
 from triaxis.models.specs import layer_specs, model_specs
 
 Labels = tuple[int, ...]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from triaxis.engine.config.layout_rules import schedule_problems
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.layout import schedule_problems
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.config.data import DataConfig
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.extension import OWN_CORPUS
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
-from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.run_phases import as_a_run
-from triaxis.engine.config.training import CONSTANT_RATE
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.quantities.run_phases import as_a_run
+from triaxis.engine.config.schema.data import DataConfig
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.extension_parts import OWN_CORPUS
+from triaxis.engine.config.schema.training import CONSTANT_RATE
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.start.command_line import layout_overrides
 from triaxis.launch.verify.shrink import shrink

@@ -12,7 +12,7 @@ If there are fewer key/value heads than tp ranks, each rank holds one whole key/
 import torch
 from torch import nn
 
-from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.config.schema.layer_kinds import LayerKind
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.kernels.qkv import SplitQkv
 from triaxis.engine.layout.shard_spec import cut

@@ -22,7 +22,7 @@ from triaxis.engine.activations.offload import HostMemory
 from triaxis.engine.activations.saved_tensors import SavedTensors, TensorObserver, unobserved
 from triaxis.engine.activations.saving_hooks import SavingHooks
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.fp8_layers import fp8_layers
+from triaxis.engine.config.quantities.fp8_layers import fp8_layers
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.method import mixing_of
 from triaxis.engine.data.loader import MicroBatch

@@ -9,10 +9,10 @@ from torch import nn
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.attention_kinds import LayerKind, Rotary
-from triaxis.engine.config.attention_pattern import softmax_scale
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.quantities.attention_pattern import softmax_scale
+from triaxis.engine.config.schema.layer_kinds import LayerKind, Rotary
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.context_parallel.mixer import Made, Mixer, as_they_are
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart

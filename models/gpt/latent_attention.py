@@ -5,7 +5,7 @@
     [c_kv | key] --enter tp region--> --gather over cp--> [s, b, r_kv + dr]
     c_kv --heads--> k [s, b, heads/t, dr + dn], v [s, b, heads/t, dv] --attention--> [s, b, heads/t * dv] --row--> [s(/t), b, h]
 
-`engine/config/mla.py` has the formulas (2405.04434, section 2.1). c_q and c_kv are the latents, with r_q and r_kv elements.
+`engine/config/schema/mla.py` has the formulas (2405.04434, section 2.1). c_q and c_kv are the latents, with r_q and r_kv elements.
 A query or key head has dr + dn elements, of which dr rotate. A value head has dv. s tokens in each of b rows, h hidden size,
 t = tp ranks; s(/t) is s/t with sequence parallelism, else s.
 
@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from triaxis.engine.config.attention_kinds import LayerKind
-from triaxis.engine.config.mla import MLAConfig
+from triaxis.engine.config.schema.layer_kinds import LayerKind
+from triaxis.engine.config.schema.mla import MLAConfig
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.rotary import apply_rope

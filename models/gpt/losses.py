@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.head.chunked_head import chunked_head_losses
 from triaxis.engine.head.cross_entropy import vocab_parallel_cross_entropy
 from triaxis.engine.head.logits import LogitOptions

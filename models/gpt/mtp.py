@@ -3,7 +3,7 @@
     tokens ahead [b, s] --word embedding--> [s(/t), b, h] --norm--.
     hidden before [s(/t), b, h] -----------------------------norm--+--> [s(/t), b, 2 h] --projection--> layer --> norm --> head
 
-`engine/config/mtp.py` has the formulas (2412.19437, section 2.2). Symbols: s tokens in each of b rows, h hidden size, t = tp
+`engine/config/schema/mtp.py` has the formulas (2412.19437, section 2.2). Symbols: s tokens in each of b rows, h hidden size, t = tp
 ranks; s(/t) is s/t with sequence parallelism, else s.
 
 Every tp rank holds the projection's whole weight. With sequence parallelism, a rank multiplies only its part of the sequence, and

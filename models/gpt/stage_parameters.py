@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.quantities.update_settings import is_frozen
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import is_frozen
 from triaxis.engine.layout.shard_spec import ExpertPlace, localize
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter

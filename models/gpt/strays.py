@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from triaxis.engine.activations.recompute import watch_replay
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import ModelError
 from triaxis.engine.storage.user_module import PRIVATE
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from triaxis.engine.config.plan import local_seq_length
+from triaxis.engine.config.quantities.plan import local_seq_length
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.data.samples import Sample

@@ -16,8 +16,8 @@ from triaxis.engine.checkpoint.format.store import Shard, load
 from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights, kind_to_read
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import stages_of
-from triaxis.engine.config.recompute import OffloadConfig, RecomputeConfig
+from triaxis.engine.config.quantities.plan import stages_of
+from triaxis.engine.config.schema.recompute import OffloadConfig, RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.kernels.registry import open_kernels

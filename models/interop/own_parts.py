@@ -1,6 +1,6 @@
 """Refuse to export models with user-written parts, which other software lacks."""
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 
 BEYOND_PLAIN = (
     "mla",

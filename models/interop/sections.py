@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.errors import CheckpointError, ConfigError, shown
 
 Recorded = TypeVar("Recorded", bound=Section)

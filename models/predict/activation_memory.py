@@ -33,9 +33,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from triaxis.engine.config.attention_kinds import LayerKind, Rotary
-from triaxis.engine.config.context_parallel import gathers_keys
-from triaxis.engine.config.layer_products import Product, layer_products
+from triaxis.engine.config.quantities.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.layer_products import Product, layer_products
+from triaxis.engine.config.schema.layer_kinds import LayerKind, Rotary
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.experts.memory import BACKWARD as MLP_BACKWARD

@@ -2,9 +2,9 @@
 
 from fractions import Fraction
 
-from triaxis.engine.config.attention_kinds import LayerKind
-from triaxis.engine.config.attention_pattern import attention_pattern
-from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.attention_pattern import attention_pattern
+from triaxis.engine.config.quantities.context_parallel import gathers_keys
+from triaxis.engine.config.schema.layer_kinds import LayerKind
 from triaxis.engine.config.tree import Config
 from triaxis.models.predict.terms import Sizes, Term
 

@@ -11,7 +11,7 @@ rules, since they also read what it chooses besides sizes.
 from collections.abc import Collection, Iterator
 from itertools import product
 
-from triaxis.engine.config.problem import divisors
+from triaxis.engine.config.rules.problem import divisors
 from triaxis.engine.config.tree import Config
 
 AXES = ("tp", "cp", "pp", "ep", "etp", "sequence_parallel")

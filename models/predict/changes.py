@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from triaxis.engine.config.check import RULES, broken_keys
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import parallel_sizes, stages_of
-from triaxis.engine.config.problem import Rule, Subject
-from triaxis.engine.config.recompute import RecomputeConfig
-from triaxis.engine.config.run_phases import at_phase
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.run_phases import at_phase
+from triaxis.engine.config.rules.check import RULES, broken_keys
+from triaxis.engine.config.rules.problem import Rule, Subject
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes

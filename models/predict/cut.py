@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from triaxis.engine.config.fp8_layers import fp8_layers
-from triaxis.engine.config.plan import placement_of, stages_of
+from triaxis.engine.config.quantities.fp8_layers import fp8_layers
+from triaxis.engine.config.quantities.plan import placement_of, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.partition import StageLayers
 from triaxis.models.predict.layer_terms import LayerSort

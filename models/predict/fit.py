@@ -1,7 +1,7 @@
 """State whether a run fits its devices' memory, and reject one that does not with changes after which it does.
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
-                                ->  memory_rule    one more rule for `engine/config/check.py`, if the device is known
+                                ->  memory_rule    one more rule for `engine/config/rules/check.py`, if the device is known
                                                        |
                                        the other rules run first: without a legal layout there is no prediction
 
@@ -11,9 +11,9 @@ The changes come from `models/predict/changes.py`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triaxis.engine.config.check import RULES, broken_keys
-from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.problem import Problem, Rule, Subject
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.check import RULES, broken_keys
+from triaxis.engine.config.rules.problem import Problem, Rule, Subject
 from triaxis.engine.config.tree import Config, is_whole
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes

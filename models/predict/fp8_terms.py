@@ -19,8 +19,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from triaxis.engine.config.fp8 import BLOCKS
-from triaxis.engine.config.fp8_layers import fp8_layers, linears_of
+from triaxis.engine.config.quantities.fp8_layers import fp8_layers, linears_of
+from triaxis.engine.config.schema.fp8 import BLOCKS
 from triaxis.engine.config.tree import Config
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT, Sizes, Term
 

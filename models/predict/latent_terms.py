@@ -17,8 +17,8 @@ and nothing from kv_up on.
 
 from fractions import Fraction
 
-from triaxis.engine.config.attention_kinds import LayerKind
-from triaxis.engine.config.mla import MLAConfig
+from triaxis.engine.config.schema.layer_kinds import LayerKind
+from triaxis.engine.config.schema.mla import MLAConfig
 from triaxis.engine.config.tree import Config
 from triaxis.models.predict.terms import Sizes, Term, keeps_gathered
 

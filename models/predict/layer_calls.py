@@ -2,7 +2,7 @@
 
 `models/predict/traffic.py` adds them up to a step's bytes, which the communication ledger confirms, and
 `models/predict/step_time/facts.py` times them. With T tokens on the rank and w bytes per element, a product with sides k and n
-(`engine/config/layer_products.py`) sends, over tp:
+(`engine/config/quantities/layer_products.py`) sends, over tp:
 
     column    its input, T k w: gathered before the product (SP); gathered again for the weight gradient (SP, unless gathered inputs
               are kept); the input's gradient is summed afterwards
@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from triaxis.engine.comm.ledger import HEADS, KEYS_AND_VALUES
-from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
-from triaxis.engine.config.fp8_layers import fp8_layers
-from triaxis.engine.config.layer_products import layer_products
+from triaxis.engine.config.quantities.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
+from triaxis.engine.config.quantities.fp8_layers import fp8_layers
+from triaxis.engine.config.quantities.layer_products import layer_products
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes, tokens_of_microbatch

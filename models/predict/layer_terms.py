@@ -8,8 +8,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from triaxis.engine.config.attention_kinds import LayerKind
-from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.context_parallel import gathers_keys
+from triaxis.engine.config.schema.layer_kinds import LayerKind
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.attention_terms import operand_terms, score_terms

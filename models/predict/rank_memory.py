@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from triaxis.engine.config.context_parallel import gathers_keys
-from triaxis.engine.config.layout import ScheduleConfig
-from triaxis.engine.config.plan import batch_plan, local_seq_length
+from triaxis.engine.config.quantities.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.plan import batch_plan, local_seq_length
+from triaxis.engine.config.schema.layout import ScheduleConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.partition import StageLayers

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from triaxis.engine.config.layer_products import layer_products
-from triaxis.engine.config.plan import stages_of
-from triaxis.engine.config.problem import Subject
-from triaxis.engine.config.recompute import RecomputeConfig
-from triaxis.engine.config.recompute_rules import RECOMPUTED_PARTS
+from triaxis.engine.config.quantities.layer_products import layer_products
+from triaxis.engine.config.quantities.plan import stages_of
+from triaxis.engine.config.rules.problem import Subject
+from triaxis.engine.config.rules.recompute import RECOMPUTED_PARTS
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.device import load_device

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from triaxis.engine.config.fp8 import BLOCKS
-from triaxis.engine.config.fp8_layers import fp8_layers
-from triaxis.engine.config.state_plan import (
+from triaxis.engine.config.quantities.fp8_layers import fp8_layers
+from triaxis.engine.config.quantities.state_plan import (
     ITEMSIZE,
     MAIN_GRAD,
     NUM_PLACES,
@@ -14,8 +13,9 @@ from triaxis.engine.config.state_plan import (
     layout_of,
     state_rows,
 )
+from triaxis.engine.config.quantities.update_settings import is_frozen
+from triaxis.engine.config.schema.fp8 import BLOCKS
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import is_frozen
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.layout.shard_spec import ParamRecord, localize
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT

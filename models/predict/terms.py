@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
-from triaxis.engine.config.plan import part_length
-from triaxis.engine.config.state_plan import ITEMSIZE
+from triaxis.engine.config.quantities.plan import part_length
+from triaxis.engine.config.quantities.state_plan import ITEMSIZE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.specs import StageContents

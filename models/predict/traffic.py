@@ -42,12 +42,12 @@ from triaxis.engine.comm.ledger import (
     REPLICA_GRADIENTS,
     Event,
 )
-from triaxis.engine.config.expert_rows import dispatch_of
-from triaxis.engine.config.fp8 import BLOCKS
-from triaxis.engine.config.fp8_layers import fp8_layers
-from triaxis.engine.config.layer_products import layer_products
-from triaxis.engine.config.plan import batch_plan, local_seq_length, part_length
-from triaxis.engine.config.state_plan import ITEMSIZE, layout_of, main_grad_dtype
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.fp8_layers import fp8_layers
+from triaxis.engine.config.quantities.layer_products import layer_products
+from triaxis.engine.config.quantities.plan import batch_plan, local_seq_length, part_length
+from triaxis.engine.config.quantities.state_plan import ITEMSIZE, layout_of, main_grad_dtype
+from triaxis.engine.config.schema.fp8 import BLOCKS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.gather_order import GatherOrder
 from triaxis.engine.layout.param_layout import BufferLayout

@@ -28,7 +28,7 @@ from benchmarks.gpu_contenders.records import (
 )
 from benchmarks.gpu_contenders.shapes import OPTIMISATIONS, SHAPES, base_words, overridden, resolve, write_config
 from benchmarks.gpu_contenders.tables import one_line, tables
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 
 TOY = Job(

@@ -16,9 +16,9 @@ from benchmarks.gpu_code.step import FusedCall, record_step
 from benchmarks.gpu_code.table import GpuCode, mistakes, table
 from tests.documented import ROOT
 from tests.lacking import give_up
-from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.model_choices import ACTIVATIONS, NORMS
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 
 
 def test_a_step_in_fp8_has_the_calls_of_one_in_bf16_and_more() -> None:

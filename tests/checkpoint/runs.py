@@ -16,7 +16,7 @@ from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
 from triaxis.engine.checkpoint.shards import fingerprint
 from triaxis.engine.comm.agreement import StepFlags
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.data.loader import Batches

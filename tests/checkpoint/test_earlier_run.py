@@ -11,7 +11,7 @@ from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import MANIFEST, parse_manifest, write_manifest
 from triaxis.engine.checkpoint.resume_rules import changes
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.run_phases import run_phases
+from triaxis.engine.config.quantities.run_phases import run_phases
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.reads.spans import spans_of
 from triaxis.launch.report.record import read_run

@@ -17,7 +17,7 @@ from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
 from triaxis.engine.checkpoint.format.manifest import MANIFEST, Manifest, manifest_problems, read_manifest
 from triaxis.engine.checkpoint.import_weights import read_tensor
 from triaxis.engine.checkpoint.resume import resume_or_start
-from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS
+from triaxis.engine.config.values.optimizer_kinds import MASTER, OPTIMIZERS
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 from triaxis.launch.inspect.check import check_files
 from triaxis.launch.inspect.compare import differences, tensors_of

@@ -13,7 +13,7 @@ from tests.parity.cases import Case, owned_pieces
 from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
 from triaxis.engine.checkpoint.format.manifest import MANIFEST
 from triaxis.engine.checkpoint.resume import ResumePoint, resume_or_start
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.step import Engine
 

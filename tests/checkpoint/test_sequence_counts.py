@@ -9,8 +9,8 @@ from tests.launch.command_line import PRETRAIN, ended, records, started
 from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import parse_manifest, write_manifest
 from triaxis.engine.checkpoint.resume_rules import SEQUENCE_COUNTS, changes, with_kept_counts
-from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 
 RUN = """

@@ -24,8 +24,8 @@ from tests.documented import (
     shown_outputs,
 )
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
-from triaxis.engine.config.counts import SUFFIXES, count
 from triaxis.engine.config.load import ENVIRONMENT
+from triaxis.engine.config.values.counts import SUFFIXES, count
 from triaxis.launch import cli
 
 AS_WRITTEN = ROOT / "docs" / "checkpoints.md", "## The commands"

@@ -11,7 +11,7 @@ from triaxis.engine.checkpoint.format.manifest import TrainingState
 from triaxis.engine.checkpoint.saving import CheckpointSaver
 from triaxis.engine.comm.agreement import SaveFlags, StepFlags, StopFlags
 from triaxis.engine.comm.stop import Stop, StopRequest
-from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.quantities.plan import batch_plan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.step import Engine

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tests.documented import ROOT
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.cli import main

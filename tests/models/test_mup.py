@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.dotted import with_fields
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.quantities.update_settings import update_rule
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.schema.dotted import with_fields
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import update_rule
 from triaxis.engine.data.datasets import open_run_datasets
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import RankGrid

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.engine.config.bad_configs import config_with
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.dotted import with_value
+from triaxis.engine.config.quantities.update_settings import UpdateRule, update_rule
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import UpdateRule, update_rule
 from triaxis.models.parameter_groups import grouped_parameters, groups_have_parameters
 
 

@@ -15,7 +15,7 @@ from tests.oracle import OracleLosses, oracle_losses, oracle_weights
 from tests.parity.models import DOCUMENTS, MODELS
 from triaxis.engine.checkpoint.shards import having
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.data.loader import Batches

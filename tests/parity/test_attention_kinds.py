@@ -9,7 +9,7 @@ from tests.harness import compiler
 from tests.parity.attention_models import ATTENTION
 from tests.parity.cases import Case, build_rank, load_weights, run_case, run_oracle, weights_of
 from tests.parity.test_parity import ALL_PARTS, SELECTIVE, check, compare, oracle
-from triaxis.engine.config.dotted import with_value
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.data.documents import Documents
 from triaxis.models.gpt.chunk import GPTChunk
 

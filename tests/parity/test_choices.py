@@ -19,10 +19,10 @@ import torch
 
 from tests.harness import compiler, run_ranks
 from tests.parity.cases import Case, RankResult, assemble, is_trained, run_case, weights_of
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.fp8 import BLOCKS
-from triaxis.engine.config.kernels import KernelsConfig
-from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.schema.fp8 import BLOCKS
+from triaxis.engine.config.schema.kernels import KernelsConfig
+from triaxis.engine.config.schema.loss_scale import LossScaleConfig
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.attention_trials import AttentionShape
 from triaxis.engine.kernels.registry import DeviceFacts, Trials, device_trials, resolve, try_out

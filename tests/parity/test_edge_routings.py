@@ -23,7 +23,7 @@ from tests.parity.cases import (
 )
 from tests.parity.test_parity import check
 from triaxis.engine.checkpoint.shards import fingerprint
-from triaxis.engine.config.dotted import with_value
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.samples import Sample
 from triaxis.engine.data.synthetic import SyntheticDataset

@@ -21,7 +21,7 @@ from tests.parity.cases import (
     run_oracle,
     weights_of,
 )
-from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.schema.loss_scale import LossScaleConfig
 from triaxis.engine.optimizer.loss_scale import LossScale
 from triaxis.models.specs import model_specs
 

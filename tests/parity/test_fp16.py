@@ -8,7 +8,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, owned_pieces
-from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.schema.loss_scale import LossScaleConfig
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.optimizer.loss_scale import LossScale

@@ -8,7 +8,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, is_trained, load_weights, run_oracle, weights_of
-from triaxis.engine.config.update_settings import group_of
+from triaxis.engine.config.quantities.update_settings import group_of
 from triaxis.engine.telemetry.meters.group_norms import OTHERS, GroupNorms
 from triaxis.engine.telemetry.record.metrics import Measured
 

@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_case, weights_of
 from tests.parity.test_parity import CHEAP_WITH_ROPE, FULL_BY_TWO, SELECTIVE
 from triaxis.engine.comm.ledger import ATTENTION_MARK, KEYS_AND_VALUES, Event, Ledger
-from triaxis.engine.config.context_parallel import exposed_share
+from triaxis.engine.config.quantities.context_parallel import exposed_share
 from triaxis.engine.linear.products import AddProduct, FusedWeights
 from triaxis.launch.footprint.traffic import choices_of_group
 from triaxis.models.gpt.block import Block

@@ -10,7 +10,7 @@ import yaml
 
 from tests.planting import Plant, run_planted
 from tests.verify import trials
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.launch.verify.oracle import SITES, OracleTrial, oracle_trial, verdict_against
 from triaxis.launch.verify.oracles.corpus import with_corpus, write_corpus

@@ -23,7 +23,7 @@ from tests.verify import (
 )
 from tests.verify.bug import Bug, anything, is_attention
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
 from triaxis.engine.pipeline.executor import Executor

@@ -8,7 +8,7 @@ import torch
 
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.layout.shard_spec import Init, ParamSpec

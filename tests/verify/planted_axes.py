@@ -11,8 +11,8 @@ import triaxis.engine.step
 import triaxis.engine.tensor_parallel.initial_weights
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.training import OptimizerConfig
-from triaxis.engine.config.update_settings import UpdateRule
+from triaxis.engine.config.quantities.update_settings import UpdateRule
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.data.sampler import step_sample_ids
 from triaxis.engine.head.cross_entropy import LocalTargets

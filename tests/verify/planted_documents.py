@@ -11,7 +11,7 @@ import triaxis.models.gpt.block
 import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.loader import Batches, MicroBatch

@@ -11,7 +11,7 @@ from tests.verify.bug import Bug, anything
 from triaxis.engine.activations.saving_hooks import SavingHooks
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.expert_parallel.dispatch import ExpertGroup, GatherDispatch, _There

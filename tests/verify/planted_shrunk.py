@@ -7,7 +7,7 @@ import torch
 
 import triaxis.models.gpt.block
 from triaxis.engine.activations.offload import HostMemory, OffloadedStorage
-from triaxis.engine.config.update_settings import UpdateRule
+from triaxis.engine.config.quantities.update_settings import UpdateRule
 from triaxis.engine.device.copy_lane import Mark
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.optimizer import distributed

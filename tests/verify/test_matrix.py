@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.documented import ROOT
 from tests.verify.trials import run
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.launch.verify.covering import Row, covering_rows, pairs
 from triaxis.launch.verify.matrix import FAMILIES, WAYS_OF_EXPERTS, matrix
 

@@ -8,12 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.documented import ROOT
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.quantities.plan import stages_of
+from triaxis.engine.config.quantities.update_settings import is_frozen
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.update_settings import is_frozen
 from triaxis.engine.layout.partition import partition
 from triaxis.launch.verify.relations import RELATIONS, relations, rows_of_ranks
 from triaxis.launch.verify.shrink import shrink

@@ -11,7 +11,7 @@ import torch
 from tests.harness import RankFailedError, run_ranks
 from tests.planting import Plant, run_planted
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.launch.verify.run import Trial, evidence

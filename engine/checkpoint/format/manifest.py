@@ -25,8 +25,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from triaxis.engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
-from triaxis.engine.config.earlier import translated
-from triaxis.engine.config.optimizer_kinds import (
+from triaxis.engine.config.names.earlier import translated
+from triaxis.engine.config.schema.training import MOST_STEPS
+from triaxis.engine.config.values.optimizer_kinds import (
     KIND_PATTERN,
     MASTER,
     OPTIMIZERS,
@@ -34,7 +35,6 @@ from triaxis.engine.config.optimizer_kinds import (
     StateKind,
     state_kinds,
 )
-from triaxis.engine.config.training import MOST_STEPS
 from triaxis.engine.data.skipped import Ranges
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.layout.shard_spec import Box

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.checkpoint.directory import Candidate
-from triaxis.engine.config.extension_section import placed
+from triaxis.engine.config.schema.extension import placed
 from triaxis.engine.data.corpus.matching import find_recorded, is_recorded, right_spelling
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record
 from triaxis.engine.data.corpus.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from typing import Literal
 
 from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.checkpoint.format.manifest import Kind, Manifest
-from triaxis.engine.config.optimizer_kinds import EMA, MASTER
+from triaxis.engine.config.values.optimizer_kinds import EMA, MASTER
 from triaxis.engine.errors import CheckpointError
 
 WhichWeights = Literal["trained", "ema"]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triaxis.engine.config.extension import OWN_CORPUS, DocumentsPart, Extension
+from triaxis.engine.config.schema.extension_parts import OWN_CORPUS, DocumentsPart, Extension
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.errors import DataError
 

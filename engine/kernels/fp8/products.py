@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from triaxis.engine.config.fp8 import BLOCKS, Fp8Backend, Fp8Config
+from triaxis.engine.config.schema.fp8 import BLOCKS, Fp8Backend, Fp8Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.fp8.block_product import block_product, has_block_gemm
 from triaxis.engine.kernels.fp8.recipes import E4M3, Fp8Format, Quantised, Recipe, amax, in_rows, quantise, recipe_of

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from triaxis.engine.config.fp8 import BLOCKS, Fp8Config, Fp8RecipeName
+from triaxis.engine.config.schema.fp8 import BLOCKS, Fp8Config, Fp8RecipeName
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, accumulate
 

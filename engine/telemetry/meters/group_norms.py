@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.groups import GroupFields
-from triaxis.engine.config.optimizer_kinds import MASTER
-from triaxis.engine.config.update_settings import group_of
+from triaxis.engine.config.quantities.update_settings import group_of
+from triaxis.engine.config.schema.groups import GroupFields
+from triaxis.engine.config.values.optimizer_kinds import MASTER
 from triaxis.engine.device.host_copy import HostCopy
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from triaxis.engine.config.context_parallel import gathers_keys, method_line
-from triaxis.engine.config.plan import BatchPlan
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.quantities.context_parallel import gathers_keys, method_line
+from triaxis.engine.config.quantities.plan import BatchPlan
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import windows_of
 from triaxis.engine.context_parallel.imbalance import predicted_imbalance

@@ -12,7 +12,7 @@ from triaxis.engine.checkpoint.format.fingerprint import describe
 from triaxis.engine.checkpoint.format.manifest import Kind
 from triaxis.engine.checkpoint.resume import ResumePoint
 from triaxis.engine.comm.stop import Stop
-from triaxis.engine.config.run_phases import reading_fields
+from triaxis.engine.config.quantities.run_phases import reading_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.telemetry.outlets.format import gigabytes

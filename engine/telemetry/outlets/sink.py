@@ -1,6 +1,6 @@
 """Defines sinks, the destinations for each step's record, and chooses a run's sinks.
 
-config.telemetry  ->  chosen_sinks  ->  metrics.jsonl always; then each set sink in `engine/config/telemetry.py`, SINKS
+config.telemetry  ->  chosen_sinks  ->  metrics.jsonl always; then each set sink in `engine/config/schema/telemetry.py`, SINKS
 """
 
 import importlib
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from triaxis.engine.config.telemetry import SINKS
+from triaxis.engine.config.schema.telemetry import SINKS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.telemetry.record.events import EventKind

@@ -32,7 +32,7 @@ from typing import Any, Self
 
 import psutil
 
-from triaxis.engine.config.telemetry import WandbConfig
+from triaxis.engine.config.schema.telemetry import WandbConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError, attempt_name
 from triaxis.engine.run.directory import RunDirectory

@@ -19,10 +19,10 @@ up to a third, so the formula is printed with the number.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from triaxis.engine.config.layer_products import token_weights
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.recompute import RecomputeConfig
-from triaxis.engine.config.stage_work import flops_of_a_key, layer_weights
+from triaxis.engine.config.quantities.layer_products import token_weights
+from triaxis.engine.config.quantities.stage_work import flops_of_a_key, layer_weights
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from triaxis.engine.config.plan import BatchPlan
+from triaxis.engine.config.quantities.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.run.step_parts import StepPart

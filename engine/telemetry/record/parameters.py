@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.layout.shard_spec import ParamRecord, ReduceAxis
 
 OTHER = "other"

@@ -20,7 +20,7 @@ import torch
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.gather import Gathering
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.config.schema.telemetry import TelemetryConfig
 from triaxis.engine.device.host_copy import HostCopy, to_device
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.pipeline.actions import Schedule

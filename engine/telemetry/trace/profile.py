@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from triaxis.engine.config.telemetry import ProfileConfig
+from triaxis.engine.config.schema.telemetry import ProfileConfig
 from triaxis.engine.pipeline.lowering import Instruction, Post
 from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
 

@@ -20,8 +20,8 @@ from triaxis.engine.checkpoint.writer import RankWriter
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.comm.staging import Carrier
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.device.copy_lane import SideStream
 from triaxis.engine.kernels.registry import open_kernels

@@ -5,10 +5,10 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from triaxis.engine.config.expert_rows import dispatch_of
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
-from triaxis.engine.config.run_phases import as_a_run
-from triaxis.engine.config.training import CONSTANT_RATE
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.run_phases import as_a_run
+from triaxis.engine.config.schema.training import CONSTANT_RATE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import counted
 from triaxis.engine.layout.axis_groups import axis_groups

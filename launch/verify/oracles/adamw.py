@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.launch.verify.verdict.records import TensorKind
 
 

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from triaxis.engine.config.data import DataConfig
-from triaxis.engine.config.sources import Source
+from triaxis.engine.config.schema.data import DataConfig
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.sources import Source
 
 CORPUS = "corpus"
 """File name, without suffix, of the corpus in a comparison's folder."""

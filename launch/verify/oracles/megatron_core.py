@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.layout.shard_spec import ParamSpec

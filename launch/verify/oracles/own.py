@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.layout.shard_spec import ParamSpec

@@ -24,7 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.storage.state_files import read_text

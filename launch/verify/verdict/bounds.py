@@ -20,8 +20,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from triaxis.engine.config.extension import NOT_MOMENTS
-from triaxis.engine.config.optimizer_kinds import MOMENTS
+from triaxis.engine.config.schema.extension_parts import NOT_MOMENTS
+from triaxis.engine.config.values.optimizer_kinds import MOMENTS
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.evidence import Evidence, relative, relative_errors
 from triaxis.launch.verify.verdict.records import TensorKind

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from triaxis.engine.config.optimizer_kinds import EMA, MASTER
+from triaxis.engine.config.values.optimizer_kinds import EMA, MASTER
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.evidence import ALONE, Cause, Difference, Evidence, SublayoutVerdict, relative_errors
 from triaxis.launch.verify.verdict.records import RankReport, together

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from triaxis.engine.config.extension import NOT_MOMENTS
+from triaxis.engine.config.schema.extension_parts import NOT_MOMENTS
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.records import (

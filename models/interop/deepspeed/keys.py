@@ -6,7 +6,7 @@ A key that would change training is refused unless `--ignore` names it. All othe
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from triaxis.engine.config.foreign_names import NOT_BUILT
+from triaxis.engine.config.names.foreign_names import NOT_BUILT
 
 CONTAINERS = (
     "zero_optimization",

@@ -11,7 +11,7 @@ ours                  (s + 1) / W lr, at most lr       from lr at W to the floor
 import math
 from typing import Literal, NamedTuple
 
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.optimizer.lr import learning_rate
 from triaxis.models.interop.rate_notes import differing_rates
 

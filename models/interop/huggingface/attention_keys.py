@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from triaxis.engine.config.attention_kinds import RopeScaling, Rotary
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.layer_kinds import RopeScaling, Rotary
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import shown
 from triaxis.models.interop.huggingface.family import FULL, OF_ROPE, SLIDING, Family, LayerKeys, Names, RopeKeys
 

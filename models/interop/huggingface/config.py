@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.config.load import MOST_UNKNOWN
-from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
-from triaxis.engine.config.moe import BalanceConfig
-from triaxis.engine.config.mtp import MTPConfig
+from triaxis.engine.config.schema.model import MOST_LAYERS, ModelConfig
+from triaxis.engine.config.schema.moe import BalanceConfig
+from triaxis.engine.config.schema.mtp import MTPConfig
 from triaxis.engine.errors import ConfigError, brief, counted, shown
 from triaxis.engine.storage.elsewhere import how_to_bring
 from triaxis.engine.storage.json_text import parse_json
@@ -242,7 +242,7 @@ def from_hugging_face(
     if built.attention_scale == built.head_size**-0.5:
         del section["attention_scale"]
     if model.get("attention_dropout"):
-        # Only explicit attention can drop probabilities (engine/config/needs.py).
+        # Only explicit attention can drop probabilities (engine/config/rules/needs.py).
         return {"model": section, "kernels": {"attention": "explicit"}}
     return {"model": section}
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.errors import shown
 from triaxis.models.interop.huggingface.family import ExpertKeys, Family
 

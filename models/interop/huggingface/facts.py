@@ -13,8 +13,8 @@ A key is classified by its last word. All other keys are refused.
 from collections.abc import Mapping
 from typing import Any
 
-from triaxis.engine.config.dotted import get_field
-from triaxis.engine.config.foreign_names import our_name
+from triaxis.engine.config.names.foreign_names import our_name
+from triaxis.engine.config.schema.dotted import get_field
 
 _NEUTRAL: Mapping[str, float] = {
     **dict.fromkeys(("factor", "multiplier", "scale", "divisor"), 1),

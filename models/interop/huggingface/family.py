@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from triaxis.engine.config.layer_kinds import ACTIVATIONS
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.values.model_choices import ACTIVATIONS
 
 Names = tuple[str, ...]
 Table = Sequence[tuple[Names, Names]]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.checkpoint.directory import Candidate
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.sources import Source
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.values.sources import Source
 from triaxis.engine.run.entries import CHECKPOINTS, METRICS
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.telemetry.record.jsonl import read_records

@@ -30,7 +30,7 @@ from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.checkpoint.format.store import DTYPE_NAMES, Shard
 from triaxis.engine.checkpoint.import_weights import read_weights, whole
 from triaxis.engine.checkpoint.inspect.weights import WhichWeights
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import CheckpointError, counted
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.numerics.precision import accumulation_dtype

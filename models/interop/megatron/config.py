@@ -13,14 +13,14 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_type_hints
 
-from triaxis.engine.config.attention_kinds import KindFields
-from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
-from triaxis.engine.config.megatron_arguments import ARGUMENTS, LISTS, equal_fields, plain_text, taken_over
-from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
-from triaxis.engine.config.plan import planned_steps
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.names.megatron_arguments import ARGUMENTS, LISTS, equal_fields, plain_text, taken_over
+from triaxis.engine.config.quantities.plan import planned_steps
+from triaxis.engine.config.schema.layer_kinds import KindFields
+from triaxis.engine.config.schema.model import MOST_LAYERS, ModelConfig
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.model_choices import ACTIVATIONS, NORMS, POSITIONS
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS, OptimizerName
 from triaxis.engine.errors import ConfigError, shown
 from triaxis.models.interop.megatron import schedule
 from triaxis.models.interop.megatron.attention_args import (

@@ -16,9 +16,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from triaxis.engine.config.megatron_arguments import ARGUMENTS
-from triaxis.engine.config.plan import planned_steps
-from triaxis.engine.config.training import DECAYS, OptimizerConfig
+from triaxis.engine.config.names.megatron_arguments import ARGUMENTS
+from triaxis.engine.config.quantities.plan import planned_steps
+from triaxis.engine.config.schema.training import DECAYS, OptimizerConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, shown
 from triaxis.engine.optimizer.lr import SHAPES, learning_rate

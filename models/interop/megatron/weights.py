@@ -28,7 +28,7 @@ import torch
 from triaxis.engine.checkpoint.format.manifest import Kind
 from triaxis.engine.checkpoint.format.store import Shard
 from triaxis.engine.checkpoint.import_weights import whole
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import CheckpointError, shown
 from triaxis.engine.layout.shard_spec import Box
 from triaxis.models.interop.finite import check_finite

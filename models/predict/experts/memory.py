@@ -23,8 +23,8 @@ The dispatch determines the number of rows R:
 from collections.abc import Mapping
 from fractions import Fraction
 
-from triaxis.engine.config.expert_rows import buffer_rows, dispatch_of, local_tokens, worst_rows
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.quantities.expert_rows import buffer_rows, dispatch_of, local_tokens, worst_rows
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.terms import INDEX_BYTES, Sizes, Term, column_input

@@ -24,7 +24,7 @@ Elementwise functions are counted operator by operator; compiled functions would
 
 from fractions import Fraction
 
-from triaxis.engine.config.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.experts.memory import expert_terms, rows_per_token

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from triaxis.engine.comm.ledger import EXPERTS
-from triaxis.engine.config.expert_rows import dispatch_of
-from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.terms import tokens_of_microbatch

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from triaxis.engine.config.plan import batch_plan, rank_grid
-from triaxis.engine.config.state_plan import NUM_PLACES
+from triaxis.engine.config.quantities.plan import batch_plan, rank_grid
+from triaxis.engine.config.quantities.state_plan import NUM_PLACES
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.errors import ConfigError

@@ -16,7 +16,7 @@ them together get R = load x etp k T rows:
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from triaxis.engine.config.expert_rows import buffer_rows, dispatch_of, local_tokens
+from triaxis.engine.config.quantities.expert_rows import buffer_rows, dispatch_of, local_tokens
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.experts.traffic import BACKWARD, ONCE, Calls, expert_calls, row_calls

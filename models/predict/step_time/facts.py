@@ -11,7 +11,7 @@ Attention's core takes 4 x keys x q / t FLOPs per token. Each input gradient is 
 gradient is the same product with m and k exchanged, and is added to the main grads.
 
 Latent attention replaces qkv by the three products below. T' is T / t with sequence parallelism, else T; r_q and r are latent
-sizes, a is the number of heads, and dn + dr and dv are head sizes (`engine/config/mla.py`):
+sizes, a is the number of heads, and dn + dr and dv are head sizes (`engine/config/schema/mla.py`):
 
     down     [T', h] x [h, r_q + r + dr]          kv_up    [c T, r] x [r, a (dn + dv) / t]
     q_up     [T, r_q] x [r_q, a (dn + dr) / t]
@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from triaxis.engine.config.context_parallel import exposed_share, gathers_keys, local_kv_heads
-from triaxis.engine.config.layer_products import layer_products
-from triaxis.engine.config.plan import part_length
+from triaxis.engine.config.quantities.context_parallel import exposed_share, gathers_keys, local_kv_heads
+from triaxis.engine.config.quantities.layer_products import layer_products
+from triaxis.engine.config.quantities.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.layout.partition import StageLayers
@@ -131,7 +131,7 @@ def element_bytes(config: Config) -> int:
 
 
 def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> dict[str, Gemm]:
-    """List the products in a layer's forward by name (`engine/config/layer_products.py`)."""
+    """List the products in a layer's forward by name (`engine/config/quantities/layer_products.py`)."""
     model, rows = config.model, tokens_of_microbatch(config)
     own = rows // (sizes.tp if config.parallel.sequence_parallel else 1)
     of_kind = {"own": own, "latents": rows * sizes.cp}

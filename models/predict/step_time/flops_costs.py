@@ -8,7 +8,7 @@ The head's weight gradient is never deferred, so it belongs to I. Norms, the emb
 counts all earlier tokens of a sample, also those of other documents.
 """
 
-from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.quantities.plan import stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.pipeline.simulate import Costs

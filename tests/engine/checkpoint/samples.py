@@ -20,7 +20,7 @@ from triaxis.engine.checkpoint.format.manifest import (
     write_manifest,
 )
 from triaxis.engine.checkpoint.format.store import Shard, fingerprints, write_file
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.layout.shard_spec import Box
 
 Cut = tuple[Box, int, int]

@@ -5,8 +5,8 @@ import torch
 from tests.parity.cases import Case
 from triaxis.engine.checkpoint.environment import describe_environment, layout_differences
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from triaxis.engine.checkpoint.directory import CheckpointDirectory
 from triaxis.engine.checkpoint.history import MEDIAN_FROM, MEDIAN_OVER, SKIPPED, RunHistory, read_history
-from triaxis.engine.config.run import ResilienceConfig
+from triaxis.engine.config.schema.run import ResilienceConfig
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.step_limits import NO_LIMITS

@@ -13,7 +13,7 @@ from triaxis.engine.checkpoint.format.manifest import Ancestor, TrainingState
 from triaxis.engine.checkpoint.format.store import Shard
 from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from triaxis.engine.checkpoint.lock import FolderLock
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.errors import CheckpointError, TriaxisError
 
 STATE = TrainingState.at_start()

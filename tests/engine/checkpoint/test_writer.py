@@ -13,9 +13,9 @@ from triaxis.engine.checkpoint.format.store import write_file
 from triaxis.engine.checkpoint.shards import saved_buckets, shards
 from triaxis.engine.checkpoint.writer import RankWriter
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
-from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.schema.training import PrecisionConfig
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.device import pinned_memory
 from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.optimizer.distributed import DistributedOptimizer

@@ -25,7 +25,7 @@ from triaxis.engine.comm.network import (
 )
 from triaxis.engine.comm.runtime import RankEnvironment, start
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.errors import PortTakenError, TopologyError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.launch.start import rendezvous

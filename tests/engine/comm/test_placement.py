@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from triaxis.engine.comm.placement import Place, judge_places, place
 from triaxis.engine.comm.store_agreement import Facts
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.device import gpus
 from triaxis.engine.device.gpus import BACKEND_VARIABLE, CPU, CUDA, DEVICE_VARIABLE, GLOO, NCCL
 from triaxis.engine.device.nvidia_driver import Driver

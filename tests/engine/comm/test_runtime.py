@@ -25,7 +25,7 @@ from triaxis.engine.comm.runtime import (
     flight_recorder,
     start,
 )
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.device.nvidia_driver import Driver
 from triaxis.engine.errors import TopologyError
 
@@ -51,7 +51,7 @@ STARTED_RANK = """
 import os
 os.sched_getaffinity, os.cpu_count = lambda process: set(range(24)), lambda: 24
 import triaxis.launch.pretrain_gpt
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.comm.runtime import RankEnvironment, start
 start(RankEnvironment(local_world_size=4), RuntimeConfig(device="cpu"))
 import torch._inductor.config

@@ -1,4 +1,4 @@
-"""Values that break a row of the tables of rules (`engine/config/rows.py`), in the form of `bad_configs.BAD`."""
+"""Values that break a row of the tables of rules (`engine/config/rules/rows.py`), in the form of `bad_configs.BAD`."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launch.command_line import ROOT
-from triaxis.engine.config.counts import LIMIT, SUFFIXES, Count, count
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.counts import LIMIT, SUFFIXES, Count, count
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError
 

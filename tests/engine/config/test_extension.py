@@ -19,7 +19,7 @@ data: {synthetic: true}
 train: {steps: 10, global_batch_size: 16, micro_batch_size: 2}
 """
 PART = """\
-from triaxis.engine.config.extension import Extension
+from triaxis.engine.config.schema.extension_parts import Extension
 from triaxis.engine.layout.shard_spec import Init, ParamSpec
 class Part:
     @staticmethod

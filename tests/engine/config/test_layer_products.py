@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from triaxis.engine.config.layer_products import layer_products
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.quantities.layer_products import layer_products
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.layout.shard_spec import localize
 from triaxis.engine.program import ROOT
 from triaxis.models.specs import layer_specs

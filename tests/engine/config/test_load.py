@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from triaxis.engine.config.foreign_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
-from triaxis.engine.config.layout import ParallelConfig
 from triaxis.engine.config.load import ENVIRONMENT, load_config
-from triaxis.engine.config.section import Section
-from triaxis.engine.config.sources import Source
+from triaxis.engine.config.names.foreign_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
+from triaxis.engine.config.schema.layout import ParallelConfig
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
+from triaxis.engine.config.values.sources import Source
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError
 
@@ -462,9 +462,9 @@ def test_a_config_cannot_be_changed(base: Path) -> None:
 
 def test_reading_a_config_imports_no_torch(base: Path) -> None:
     code = (
-        "import sys; from triaxis.engine.config.plan import batch_plan; "
+        "import sys; from triaxis.engine.config.quantities.plan import batch_plan; "
         "from triaxis.engine.config.load import load_config; "
-        "from triaxis.engine.config.write import to_yaml; from triaxis.engine.config.check import problems; "
+        "from triaxis.engine.config.write import to_yaml; from triaxis.engine.config.rules.check import problems; "
         "config = load_config(sys.argv[1]); to_yaml(config); batch_plan(config, 2); problems(config, 8, 8); "
         "sys.exit('torch' in sys.modules)"
     )

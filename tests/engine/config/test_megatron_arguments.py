@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.config.megatron_arguments import ARGUMENTS, LISTS, READ, SWITCHES
+from triaxis.engine.config.names.megatron_arguments import ARGUMENTS, LISTS, READ, SWITCHES
 
 WORDS = Path(__file__).with_name("megatron_arity.txt").read_text().split()
 ARITY = {word.rstrip("=+*?3"): word[len(word.rstrip("=+*?3")) :] for word in WORDS}

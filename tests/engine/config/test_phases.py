@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.config.bad_configs import LEGAL
-from triaxis.engine.config.check import problems
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import batch_plan, planned_steps, planned_tokens
-from triaxis.engine.config.run_phases import (
+from triaxis.engine.config.quantities.plan import batch_plan, planned_steps, planned_tokens
+from triaxis.engine.config.quantities.run_phases import (
     as_a_run,
     at_phase,
     current_phase,
@@ -21,6 +20,7 @@ from triaxis.engine.config.run_phases import (
     phase_at,
     run_phases,
 )
+from triaxis.engine.config.rules.check import problems
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError

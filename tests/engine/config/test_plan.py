@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.engine.config.bad_configs import config_with
-from triaxis.engine.config.check import broken_rules
-from triaxis.engine.config.plan import balance_line, batch_plan, local_seq_length, parallel_sizes, stages_of
-from triaxis.engine.config.stage_work import layers_forward_flops
+from triaxis.engine.config.quantities.plan import balance_line, batch_plan, local_seq_length, parallel_sizes, stages_of
+from triaxis.engine.config.quantities.stage_work import layers_forward_flops
+from triaxis.engine.config.rules.check import broken_rules
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 

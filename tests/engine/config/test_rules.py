@@ -11,13 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.config.bad_configs import BAD, LEGAL, config_with
-from triaxis.engine.config.check import RULES, broken_rules, problems
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.layout_rules import nodes_are_whole
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
-from triaxis.engine.config.problem import Subject, divisors, multiples, numbers
-from triaxis.engine.config.training import MOST_STEPS
+from triaxis.engine.config.quantities.plan import batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.rules.check import RULES, broken_rules, problems
+from triaxis.engine.config.rules.layout import nodes_are_whole
+from triaxis.engine.config.rules.problem import Subject, divisors, multiples, numbers
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.training import MOST_STEPS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError, TopologyError
 from triaxis.engine.layout.partition import partition

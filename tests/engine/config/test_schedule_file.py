@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from tests.engine.config.bad_configs import config_with
 from triaxis.engine.checkpoint.resume_rules import changes
-from triaxis.engine.config.check import problems
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.rules.check import problems
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError, ScheduleError

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.config.test_load import BASE, refused
-from triaxis.engine.config.sharding_names import SHARDING_ALWAYS_ON, SHARDING_NAMES, SHARDING_NOT_BUILT
+from triaxis.engine.config.names.sharding_names import SHARDING_ALWAYS_ON, SHARDING_NAMES, SHARDING_NOT_BUILT
 
 
 @pytest.fixture

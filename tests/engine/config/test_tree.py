@@ -1,7 +1,7 @@
 """The whole tree: what a resumed run may change of it."""
 
 from tests.engine.config.bad_configs import config_with
-from triaxis.engine.config.section import Section
+from triaxis.engine.config.schema.section import Section
 from triaxis.engine.config.tree import Config, resume_verdict
 
 

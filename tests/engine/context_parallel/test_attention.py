@@ -5,7 +5,7 @@ import torch
 
 from tests.harness import run_ranks
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.context_parallel import MOST_PIECES, exposed_share, heads_of_pieces, method_of
+from triaxis.engine.config.quantities.context_parallel import MOST_PIECES, exposed_share, heads_of_pieces, method_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.attention import ContextParallelRegion, local_gradients, pieces_of
 from triaxis.engine.data.sequence_part import SequencePart

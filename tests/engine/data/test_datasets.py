@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triaxis.engine.config.data import DataConfig
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.schema.data import DataConfig
 from triaxis.engine.data import datasets as datasets_module
 from triaxis.engine.data.datasets import (
     Datasets,

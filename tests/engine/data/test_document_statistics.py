@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triaxis.engine.config.stage_work import keys_of
+from triaxis.engine.config.quantities.stage_work import keys_of
 from triaxis.engine.data.document_statistics import DocumentStatistics, measure_documents, one_document_per_sample
 from triaxis.engine.data.samples import input_lengths
 from triaxis.engine.data.synthetic import SyntheticDataset

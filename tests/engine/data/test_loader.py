@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from triaxis.engine.config.data import AttentionScope, DataConfig, PositionOrigin
+from triaxis.engine.config.schema.data import AttentionScope, DataConfig, PositionOrigin
 from triaxis.engine.data import order_pieces
 from triaxis.engine.data import samples as samples_module
 from triaxis.engine.data.blend import Blend

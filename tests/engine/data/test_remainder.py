@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from triaxis.engine.config.run_phases import DataSegment
+from triaxis.engine.config.quantities.run_phases import DataSegment
 from triaxis.engine.data.blend import Blend, counts_of
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
 from triaxis.engine.data.datasets import continued

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.data.corpus.test_matching import corpus, make_tokenizer
 from tests.launch.prepare.conftest import in_process as in_process
-from triaxis.engine.config.run_phases import at_phase
+from triaxis.engine.config.quantities.run_phases import at_phase
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.data.corpus.record import read_record, record_path

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.device.allocator import ALLOCATOR_VARIABLES, set_up_allocator
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.device import gpus
 from triaxis.engine.device.gpus import CPU, CUDA, GLOO, NCCL, Gpus, backend_of, device_type, find_gpus, why_unusable
 from triaxis.engine.device.nvidia_driver import Driver

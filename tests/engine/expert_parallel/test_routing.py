@@ -5,7 +5,7 @@ import torch
 
 from tests.oracle import oracle_choice
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.moe import BalanceConfig, MoEConfig
+from triaxis.engine.config.schema.moe import BalanceConfig, MoEConfig
 from triaxis.engine.expert_parallel.routing import Router, top_experts
 
 TOKENS = torch.rand(200, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -9,7 +9,7 @@ import torch
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
+from triaxis.engine.config.values.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.attention import attention
 from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure, attention_refusal, chosen

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness import compiler
-from triaxis.engine.config.attention_kinds import Rotary
+from triaxis.engine.config.schema.layer_kinds import Rotary
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.fusion import EAGER, Form, Fusion
 from triaxis.engine.kernels.qkv import SplitQkv

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.harness import compiler
-from triaxis.engine.config.attention_kinds import Rotary
-from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, Activation, Norm
+from triaxis.engine.config.schema.layer_kinds import Rotary
+from triaxis.engine.config.values.model_choices import ACTIVATIONS, NORMS, Activation, Norm
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.dropout import keyed_dropout, keyed_hash
 from triaxis.engine.kernels.fusion import EAGER, Fusion

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from triaxis.engine.config.kernels import KernelsConfig
+from triaxis.engine.config.schema.kernels import KernelsConfig
 from triaxis.engine.kernels.attention_trials import AttentionShape
 from triaxis.engine.kernels.registry import Choices, device_trials, try_out
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.kernels.test_masked_attention import Asked, emulate, naive
-from triaxis.engine.config.attention_pattern import AttentionPattern
+from triaxis.engine.config.quantities.attention_pattern import AttentionPattern
 from triaxis.engine.context_parallel.deal import runs_of_ranks
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart

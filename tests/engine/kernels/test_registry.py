@@ -17,10 +17,10 @@ from tests.harness import compiler
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 from triaxis.engine.checkpoint.environment import describe_environment
-from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS, AttentionKernelName
-from triaxis.engine.config.attention_pattern import AttentionPattern
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.kernels import KernelsConfig
+from triaxis.engine.config.quantities.attention_pattern import AttentionPattern
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.kernels import KernelsConfig
+from triaxis.engine.config.values.attention_kernels import ATTENTION_KERNELS, AttentionKernelName
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels import registry
 from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from triaxis.engine.config.attention_kinds import RopeScaling, Rotary
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.layer_kinds import RopeScaling, Rotary
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_factor, rotary_frequencies, tables_by_rotary
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.stand_in import stand_in
-from triaxis.engine.config.attention_pattern import AttentionPattern
-from triaxis.engine.config.fp8 import Fp8Config, Fp8RecipeName
-from triaxis.engine.config.kernels import KernelsConfig
+from triaxis.engine.config.quantities.attention_pattern import AttentionPattern
+from triaxis.engine.config.schema.fp8 import Fp8Config, Fp8RecipeName
+from triaxis.engine.config.schema.kernels import KernelsConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.attention import attention
 from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.shard_spec import ParamRecord, localize
 from triaxis.models.specs import model_specs

@@ -11,7 +11,7 @@ import torch
 from tests.engine.optimizer.test_compiled_update import updated
 from tests.parity.cases import Case
 from tests.stand_in import stand_in
-from triaxis.engine.config.kernels import KernelsConfig
+from triaxis.engine.config.schema.kernels import KernelsConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.apex import open_apex
 from triaxis.engine.kernels.attention_trials import AttentionShape

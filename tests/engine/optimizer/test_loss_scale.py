@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.schema.loss_scale import LossScaleConfig
 from triaxis.engine.optimizer.loss_scale import LossScale, ScaleState
 
 CPU = torch.device("cpu")

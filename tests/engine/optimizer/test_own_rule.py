@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.parity.own_rule import Mine
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.optimizer.own_rule import require_elementwise
 

@@ -12,9 +12,9 @@ from torch.optim.adamw import adamw
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, StateKind, state_kinds
-from triaxis.engine.config.state_plan import state_rows
-from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.config.quantities.state_plan import state_rows
+from triaxis.engine.config.schema.training import PrecisionConfig
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS, StateKind, state_kinds
 from triaxis.engine.layout.param_layout import BufferKey
 from triaxis.engine.optimizer.state import OptimizerState
 from triaxis.engine.step import Engine

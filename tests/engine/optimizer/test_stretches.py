@@ -8,7 +8,7 @@ import torch
 
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.config.update_settings import UpdateRule
+from triaxis.engine.config.quantities.update_settings import UpdateRule
 from triaxis.engine.kernels.fusion import Fusion, Lengths
 from triaxis.engine.optimizer import distributed
 from triaxis.engine.optimizer.distributed import DistributedOptimizer

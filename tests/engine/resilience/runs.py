@@ -19,7 +19,7 @@ from triaxis.engine.checkpoint.resume import resume_or_start
 from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
 from triaxis.engine.comm.stop import Stop, StopRequest
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.errors import TriaxisError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from triaxis.engine.config.places import local_path
+from triaxis.engine.config.values.places import local_path
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer, split_name
 from triaxis.engine.errors import ConfigError, DataError, TriaxisError
 from triaxis.engine.storage.elsewhere import MOST_NAME_BYTES, MOST_NAMES, as_typed, how_to_bring, why_no_path

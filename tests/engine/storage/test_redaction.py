@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from triaxis.engine.checkpoint.resume_rules import changes
-from triaxis.engine.config.problem import Subject
-from triaxis.engine.config.run_rules import name_problems, places_hold_no_secret
-from triaxis.engine.config.telemetry import WandbConfig
+from triaxis.engine.config.rules.problem import Subject
+from triaxis.engine.config.rules.run import name_problems, places_hold_no_secret
+from triaxis.engine.config.schema.telemetry import WandbConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import OutputError

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.engine.context_parallel.test_deal import batch_of
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import batch_plan, parallel_sizes
+from triaxis.engine.config.quantities.plan import batch_plan, parallel_sizes
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.imbalance import imbalance, work_of_ranks

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from tests.harness import compiler
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
-from triaxis.engine.config.layer_kinds import NORMS
-from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.config.schema.training import PrecisionConfig
+from triaxis.engine.config.values.model_choices import NORMS
 from triaxis.engine.kernels.fusion import EAGER, Form, Fusion
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.layout.param_layout import layout_parameters

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.command_line import ROOT, TRIAXIS, run
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.telemetry.record.flops import CONVENTION, model_flops_per_token
 from triaxis.launch.cli import command_module, main

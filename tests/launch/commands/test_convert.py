@@ -14,7 +14,7 @@ from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import Ancestor, TrainingState
 from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.layout.shard_spec import localize
 from triaxis.engine.tensor_parallel.initial_weights import initial_box

@@ -16,10 +16,10 @@ from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
 from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.loss_scale import LossScaleConfig
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.schema.loss_scale import LossScaleConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.launch.cli import main
 from triaxis.models.interop.megatron import writer as megatron_writer
 from triaxis.models.interop.megatron.files import open_checkpoint

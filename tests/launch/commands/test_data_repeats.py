@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.run_phases import reading_fields
+from triaxis.engine.config.quantities.run_phases import reading_fields
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.launch.cli import main
 

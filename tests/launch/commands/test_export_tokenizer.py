@@ -15,10 +15,10 @@ from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import TrainingState
 from triaxis.engine.checkpoint.import_weights import whole, write_checkpoint
 from triaxis.engine.checkpoint.inspect.recorded import recorded_tokenizer
-from triaxis.engine.config.data import DataConfig
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.schema.data import DataConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.models.specs import model_specs

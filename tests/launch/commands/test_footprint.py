@@ -10,9 +10,9 @@ import torch
 
 from tests.launch.command_line import ROOT
 from triaxis.engine.comm.backends import Pending
-from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.kernels.fp8.recipes import Quantised
 from triaxis.engine.linear.fp8_gemms import Fp8Gemms
 from triaxis.engine.optimizer.bucket import Bucket

@@ -15,8 +15,8 @@ from tests.lacking import need_package
 from tests.launch.command_line import TRIAXIS, records, run
 from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.sources import Source
 from triaxis.engine.data.corpus.record import record_path
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.launch.cli import main

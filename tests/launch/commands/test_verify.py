@@ -16,7 +16,7 @@ from tests.lacking import need_package
 from tests.launch.command_line import ROOT
 from tests.launch.forked_ranks import fork_ranks_of
 from tests.verify.oracles import COMPARED
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.launch.cli import main
 from triaxis.launch.verify import oracle as verify_oracle

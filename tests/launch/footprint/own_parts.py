@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from triaxis import Extension, Init, ParamSpec
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.models.gpt.attention import Attention
 from triaxis.models.gpt.context import BuildContext
 from triaxis.models.specs import attention_specs

@@ -5,7 +5,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.launch.footprint.test_added_up import thin
 from tests.parity.cases import Case
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import Coordinates
 from triaxis.engine.layout.shard_spec import ParamRecord, localize

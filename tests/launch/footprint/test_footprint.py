@@ -10,7 +10,7 @@ from tests.harness import run_ranks
 from tests.parity.cases import Case
 from triaxis.engine.comm.ledger import Event
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TopologyError
 from triaxis.engine.layout.partition import partition

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_ranks
-from triaxis.engine.config.extension import NO_COSTS, OwnCosts
-from triaxis.engine.config.extension_costs import with_costs
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.extension_costs import with_costs
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
+from triaxis.engine.config.schema.extension_parts import NO_COSTS, OwnCosts
 from triaxis.engine.config.tree import Config
 from triaxis.engine.telemetry.record.flops import model_flops_per_token
 from triaxis.launch.footprint.own_costs import OwnCostsMeter
@@ -105,7 +105,7 @@ def test_messages_that_are_missing_count_too() -> None:
 def of_data(rank: int, folder: str) -> tuple[str, OwnCosts, OwnCosts]:
     path = Path(folder) / "of_data.py"
     text = "from tests.launch.footprint.own_parts import OfData\n"
-    text += "from triaxis.engine.config.extension import Extension, OwnCosts\n"
+    text += "from triaxis.engine.config.schema.extension_parts import Extension, OwnCosts\n"
     text += "class Mine(OfData):\n    def forward(self, x):\n        return super().forward(x)\n"
     path.write_text(f"{text}extension = Extension(mlp=Mine)\n")
     unknown = costs_of(0, path, "one process")

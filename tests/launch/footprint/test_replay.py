@@ -9,7 +9,7 @@ from tests.harness import run_ranks
 from tests.launch.footprint.test_added_up import thin
 from tests.parity.cases import Case
 from triaxis.engine.comm.ledger import Event
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.launch.footprint.replay import Replayed, replay

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.documented import ROOT
-from triaxis.engine.config.check import RULES, broken_keys, problems
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.extension import OwnCosts
-from triaxis.engine.config.fp8 import Fp8Config
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
-from triaxis.engine.config.problem import Subject
+from triaxis.engine.config.quantities.plan import batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.rules.check import RULES, broken_keys, problems
+from triaxis.engine.config.rules.problem import Subject
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.extension_parts import OwnCosts
+from triaxis.engine.config.schema.fp8 import Fp8Config
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes

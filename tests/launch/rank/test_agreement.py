@@ -9,7 +9,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from triaxis.engine.comm.runtime import RankEnvironment
-from triaxis.engine.config.dotted import with_fields
+from triaxis.engine.config.schema.dotted import with_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.errors import TopologyError

@@ -8,9 +8,9 @@ import torch
 import triaxis.launch.rank.join
 from tests.parity.cases import Case
 from triaxis.engine.comm.runtime import RankEnvironment, Runtime
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.recompute import RecomputeConfig
-from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.recompute import RecomputeConfig
+from triaxis.engine.config.schema.run import RuntimeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.commands.doctor import ONE_PROCESS

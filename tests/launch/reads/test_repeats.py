@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.run_phases import at_phase, run_phases
+from triaxis.engine.config.quantities.run_phases import at_phase, run_phases
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.data.datasets import open_run_datasets

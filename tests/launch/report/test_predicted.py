@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.html_page import Page
 from tests.launch.report.test_report import DEVICE, SPLIT, STEP, TREE, make_run
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.run.entries import events_file

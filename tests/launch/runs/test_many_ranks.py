@@ -12,7 +12,7 @@ import pytest
 
 from tests.on_paper import Seen, run_on_paper
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.step import Engine

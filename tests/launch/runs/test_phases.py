@@ -18,7 +18,7 @@ from tests.soak.scene import address
 from triaxis.engine.checkpoint.directory import CheckpointDirectory
 from triaxis.engine.checkpoint.format.manifest import read_manifest
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.run_phases import at_phase, run_phases
+from triaxis.engine.config.quantities.run_phases import at_phase, run_phases
 from triaxis.engine.data.datasets import open_run_datasets
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.launch.reads.ledger import reads_of_step

@@ -17,7 +17,7 @@ from tests import netns
 from tests.harness import run_ranks
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.config.schema.telemetry import TelemetryConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.synthetic import SyntheticDataset

@@ -12,7 +12,7 @@ from triaxis.engine.checkpoint.format.manifest import read_manifest
 from triaxis.engine.checkpoint.shards import fingerprint
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.optimizer.lr import learning_rate

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from triaxis.engine.config.foreign_names import FOREIGN_VALUES, our_name
 from triaxis.engine.config.load import as_overrides
+from triaxis.engine.config.names.foreign_names import FOREIGN_VALUES, our_name
 from triaxis.launch.cli import main
 from triaxis.launch.start.foreign_options import SCRIPT
 from triaxis.models.interop.megatron.command_line.convert import from_command_line

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.fp8 import Fp8Config
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.fp8 import Fp8Config
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.tuning.choose_layout import (

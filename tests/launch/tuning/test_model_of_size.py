@@ -2,7 +2,7 @@
 
 import pytest
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.tuning.model_of_size import model_of_size
 from triaxis.models.specs import num_parameters

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import batch_plan, planned_steps
-from triaxis.engine.config.problem import Subject
-from triaxis.engine.config.sizes import LIMITS
+from triaxis.engine.config.quantities.plan import batch_plan, planned_steps
+from triaxis.engine.config.rules.problem import Subject
+from triaxis.engine.config.rules.sizes import LIMITS
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.engine.errors import DataError

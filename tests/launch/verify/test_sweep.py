@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.documented import ROOT
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.launch.verify.run import trial
 from triaxis.launch.verify.sweep import attributed

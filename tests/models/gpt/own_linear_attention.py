@@ -11,8 +11,8 @@ import torch
 
 from triaxis import Extension, Init, ParamSpec
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.config.attention_kinds import LayerKind
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.layer_kinds import LayerKind
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.models.gpt.attention import Attention
 from triaxis.models.gpt.context import BuildContext, Positions

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from triaxis.engine.config.attention_kinds import LayerKind
-from triaxis.engine.config.extension import Extension
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.extension_parts import Extension
+from triaxis.engine.config.schema.layer_kinds import LayerKind
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.head.vocabulary import VocabularyLogits
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.layout.shard_spec import Init, ParamSpec

@@ -7,9 +7,9 @@ import torch
 
 from tests.parity.cases import Case
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.layer_kinds import NORMS
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.values.model_choices import NORMS
 from triaxis.engine.errors import ModelError
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.kernels.registry import Kernels

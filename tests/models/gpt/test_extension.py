@@ -9,7 +9,7 @@ from tests.harness import run_ranks
 from tests.models.gpt.own_parts import Smoothed, plain_smoothed
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import ConfigError, DataError, ModelError

@@ -18,8 +18,8 @@ from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import TrainingState
 from triaxis.engine.checkpoint.import_weights import whole, write_checkpoint
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.errors import CheckpointError, ConfigError, DivergenceError
 from triaxis.engine.kernels.attention import attention
 from triaxis.engine.kernels.registry import Kernels, open_kernels

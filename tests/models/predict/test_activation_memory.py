@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from triaxis.engine.config.attention_pattern import AttentionPattern
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.attention_pattern import AttentionPattern
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.loader import MicroBatch

@@ -5,11 +5,11 @@ import pytest
 from tests.models.predict.test_activation_memory import GPT, LLAMA, config_of
 from tests.models.predict.test_fit import CONFIGS, ONE_NODE, llama, refused
 from tests.models.predict.test_rank_memory import deeper
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.problem import Subject
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.rules.problem import Subject
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.models.predict.changes import Proposal, fitting_changes, savings
 from triaxis.models.predict.fit import Devices, memory_rule
 from triaxis.models.predict.rank_memory import GB, predict, predicted_memory, resolve_recompute

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.pipeline.executor import _Run
 from triaxis.engine.pipeline.forwards import of_forward

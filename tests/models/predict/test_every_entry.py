@@ -12,8 +12,8 @@ from tests.engine.config.test_layer_products import MODELS, WEIGHTS
 from tests.models.predict import test_activation_memory, test_deferred, test_fp8_inputs, test_latent_memory
 from tests.models.predict.experts import test_memory
 from tests.parity.test_step_properties import TRAFFIC
-from triaxis.engine.config.layer_products import layer_products
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.layer_products import layer_products
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.models.predict.activation_memory import deferred_terms, end_terms
 from triaxis.models.predict.layer_calls import Call, Moment, context_parallel_calls, tensor_parallel_calls

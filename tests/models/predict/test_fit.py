@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.models.predict.fit import Devices, host_rule, memory_line, memory_rule

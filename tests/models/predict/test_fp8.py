@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.parity.cases import Case, build_rank
-from triaxis.engine.config.fp8_layers import fp8_line
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.fp8_layers import fp8_line
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.linear.fp8_gemms import Fp8Gemms
 from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear

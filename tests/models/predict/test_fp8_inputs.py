@@ -7,7 +7,7 @@ import pytest
 from tests.models.predict.test_activation_memory import CHEAP, GPT, KEPT, LLAMA, config_of, formula, kept_of_all, parts
 from tests.models.predict.test_latent_memory import BY_BLOCK, FROM_X, latent
 from tests.models.predict.test_rank_memory import most_kept
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.launch.footprint.run import Footprints
 from triaxis.models.gpt.chunk import build_chunks

@@ -7,7 +7,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.models.predict.test_activation_memory import LLAMA, config_of, ends_of_all
 from tests.models.predict.test_rank_memory import most_kept
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
 from triaxis.models.predict.rank_memory import predict, predicted_memory

@@ -6,7 +6,7 @@ import pytest
 
 from tests.models.predict.test_activation_memory import CHEAP, KEPT, LLAMA, config_of, formula, kept_of_all, parts
 from tests.models.predict.test_rank_memory import deeper, most_kept
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.launch.footprint.run import Footprints
 from triaxis.models.gpt.chunk import build_chunks

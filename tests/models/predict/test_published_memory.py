@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.models.predict.layer_terms import block_terms, per_token
 from triaxis.models.predict.rank_memory import predict

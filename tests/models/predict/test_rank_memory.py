@@ -16,7 +16,7 @@ from tests.models.predict.test_activation_memory import AHEAD, CI, GPT, KEPT, LL
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import batch_plan, parallel_sizes
+from triaxis.engine.config.quantities.plan import batch_plan, parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.pipeline import schedules

@@ -8,11 +8,11 @@ import pytest
 
 from tests.documented import ROOT
 from tests.models.predict.test_activation_memory import GPT, LLAMA, config_of, parts
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.dotted import with_value
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.check import problems
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.models.predict.layer_terms import block_terms, per_token

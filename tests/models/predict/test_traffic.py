@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.models.predict.test_activation_memory import LLAMA, config_of
 from tests.models.predict.test_rank_memory import deeper
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.partition import partition
 from triaxis.engine.layout.rank_grid import Coordinates

@@ -10,7 +10,7 @@ from tests.checkpoint.runs import Trace, run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
 from tests.planting import Plant, run_planted
-from triaxis.engine.config.optimizer_kinds import StateKind
+from triaxis.engine.config.values.optimizer_kinds import StateKind
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
 

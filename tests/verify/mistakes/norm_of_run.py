@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from triaxis import Extension
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 
 
 class NormOfRun:

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from triaxis.engine.config.check import problems
-from triaxis.engine.config.megatron_arguments import ARGUMENTS
+from triaxis.engine.config.names.megatron_arguments import ARGUMENTS
+from triaxis.engine.config.rules.check import problems
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import commented_lines
 from triaxis.engine.errors import ConfigError, shown

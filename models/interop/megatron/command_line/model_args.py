@@ -12,8 +12,8 @@ import math
 from itertools import groupby
 from typing import Any
 
-from triaxis.engine.config.foreign_names import OF_THE_LAYOUT
-from triaxis.engine.config.megatron_arguments import taken_over
+from triaxis.engine.config.names.foreign_names import OF_THE_LAYOUT
+from triaxis.engine.config.names.megatron_arguments import taken_over
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.megatron.attention_args import LISTS_BY_LAYER
 from triaxis.models.interop.megatron.command_line.parse import Parsed

@@ -14,8 +14,8 @@ import re
 import shlex
 from typing import Any
 
-from triaxis.engine.config.foreign_names import FOREIGN_VALUES
-from triaxis.engine.config.megatron_arguments import ARGUMENTS, taken_over
+from triaxis.engine.config.names.foreign_names import FOREIGN_VALUES
+from triaxis.engine.config.names.megatron_arguments import ARGUMENTS, taken_over
 from triaxis.engine.data.corpus.tokenizers import MERGES, VOCAB
 from triaxis.engine.program import triaxis
 from triaxis.models.interop.megatron.command_line.parse import Parsed, flag

@@ -13,7 +13,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.config.megatron_arguments import ARGUMENTS, LISTS, READ, SWITCHES, WITHOUT_EFFECT, Argument, typed
+from triaxis.engine.config.names.megatron_arguments import (
+    ARGUMENTS,
+    LISTS,
+    READ,
+    SWITCHES,
+    WITHOUT_EFFECT,
+    Argument,
+    typed,
+)
 from triaxis.engine.errors import ConfigError, brief, shown
 from triaxis.engine.storage.elsewhere import why_no_path
 from triaxis.engine.storage.state_files import read_text

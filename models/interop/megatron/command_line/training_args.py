@@ -11,7 +11,7 @@ Arguments are on the left, the config sections built from them on the right. (..
 
 from typing import Any
 
-from triaxis.engine.config.megatron_arguments import taken_over
+from triaxis.engine.config.names.megatron_arguments import taken_over
 from triaxis.models.interop.megatron.command_line.parse import Parsed
 from triaxis.models.interop.megatron.config import training_sections
 

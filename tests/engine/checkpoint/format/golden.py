@@ -15,7 +15,7 @@ from tests.engine.checkpoint.samples import Cut, shard, write_folder
 from triaxis.engine.checkpoint.directory import CheckpointDirectory
 from triaxis.engine.checkpoint.format.manifest import Ancestor, Kind, TrainingState
 from triaxis.engine.checkpoint.format.store import Shard
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 
 STEP = 7
 SHAPES = {

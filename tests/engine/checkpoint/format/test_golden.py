@@ -9,7 +9,7 @@ from tests.engine.checkpoint.format import golden
 from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import Kind
 from triaxis.engine.checkpoint.import_weights import read_tensor
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 from triaxis.launch.inspect.check import check_files
 
 VERSION_1 = Path(__file__).resolve().parents[3] / "golden" / "checkpoint_v1"

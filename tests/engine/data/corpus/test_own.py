@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from triaxis.engine.config.data import DataConfig
-from triaxis.engine.config.extension import Extension
-from triaxis.engine.config.sources import Source
+from triaxis.engine.config.schema.data import DataConfig
+from triaxis.engine.config.schema.extension_parts import Extension
+from triaxis.engine.config.values.sources import Source
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.data.corpus.own import OwnCorpus, open_corpus
 from triaxis.engine.data.datasets import open_datasets

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from triaxis.engine.config.fp8 import Fp8Config
+from triaxis.engine.config.schema.fp8 import Fp8Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.fp8 import products
 from triaxis.engine.kernels.fp8.block_product import block_product, in_tiles, scales_of

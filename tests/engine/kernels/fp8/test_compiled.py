@@ -9,7 +9,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from tests.harness import compiler
 from tests.parity.cases import Case
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.dotted import with_value
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, amax, in_rows, quantise
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.registry import open_kernels

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from triaxis.engine.config.fp8 import Fp8Config
+from triaxis.engine.config.schema.fp8 import Fp8Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.fp8 import products
 from triaxis.engine.kernels.fp8.products import Fp8, emulated_product, open_fp8, scaled_product

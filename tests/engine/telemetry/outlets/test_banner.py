@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import batch_plan
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.quantities.plan import batch_plan
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import windows_of
 from triaxis.engine.context_parallel.imbalance import work_of_ranks

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.full_disk import room_for
-from triaxis.engine.config.plan import batch_plan
-from triaxis.engine.config.telemetry import SINKS, TelemetryConfig
+from triaxis.engine.config.quantities.plan import batch_plan
+from triaxis.engine.config.schema.telemetry import SINKS, TelemetryConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.run.directory import RunDirectory

@@ -8,7 +8,7 @@ import torch
 
 from tests.engine.telemetry.timing.test_marks import Device
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.config.schema.telemetry import TelemetryConfig
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action, Kind

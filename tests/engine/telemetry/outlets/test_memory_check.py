@@ -10,7 +10,7 @@ import torch
 
 from tests.harness import run_ranks
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.quantities.plan import batch_plan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.run.step_parts import StepPart

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.oracle import oracle_losses, oracle_weights
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.recompute import RecomputeConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 from triaxis.engine.telemetry.record.flops import (
     CONVENTION,

@@ -7,7 +7,7 @@ import pytest
 
 from tests.documented import ROOT
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.layout.partition import partition
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.layout.shard_spec import REDUCE_AXES, localize

@@ -21,7 +21,7 @@ from tests.parity.test_step_properties import build_rank
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.ledger import Event
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.config.schema.telemetry import TelemetryConfig
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.linear.weight_grads import DeferredGrad, WeightGradQueue
 from triaxis.engine.pipeline import schedules

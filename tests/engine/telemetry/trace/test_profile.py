@@ -14,7 +14,7 @@ from tests.full_disk import room_for
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.config.telemetry import ProfileConfig
+from triaxis.engine.config.schema.telemetry import ProfileConfig
 from triaxis.engine.pipeline.lowering import Post
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.trace.profile import POST, StepProfiler

@@ -14,8 +14,8 @@ from triaxis.engine.checkpoint.writer import RankWriter
 from triaxis.engine.comm.backends import Message, Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.staging import Staging
-from triaxis.engine.config.dotted import with_value
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.device.copy_lane import SideStream
 from triaxis.engine.device.host_copy import FromCuda, HostCopy
 from triaxis.engine.device.pinned_memory import PinnedPool

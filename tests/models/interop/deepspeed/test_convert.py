@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.optimizer.lr import learning_rate
 from triaxis.models.interop.deepspeed.convert import DeepSpeedRun, from_deepspeed

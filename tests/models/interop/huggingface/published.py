@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.models.interop.huggingface.config import from_hugging_face
 
 LLAMA = {

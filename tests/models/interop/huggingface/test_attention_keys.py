@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.models.interop.huggingface.published import GEMMA_LIKE, LLAMA_LIKE, PUBLISHED, model_of, without
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.rotary import rotary_factor
 from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face

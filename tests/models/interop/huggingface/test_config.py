@@ -7,7 +7,7 @@ import pytest
 
 from tests.models.interop.huggingface.published import PUBLISHED, model_of, without
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over, passed_over_notes, text_keys
 from triaxis.models.interop.huggingface.families import FAMILIES

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.models.interop.huggingface.published import GEMMA_LIKE, LLAMA_LIKE, PUBLISHED, TINY, WINDOWS
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, text_keys, to_hugging_face
 from triaxis.models.interop.huggingface.families import FAMILIES

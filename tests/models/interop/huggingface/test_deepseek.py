@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
 from triaxis.models.specs import layer_specs

@@ -18,7 +18,7 @@ from tests.models.interop.huggingface.test_weights import (
     rewrite,
 )
 from triaxis.engine.checkpoint.import_weights import read_tensor
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import CheckpointError, ConfigError
 from triaxis.engine.telemetry.record.parameters import num_active
 from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, passed_over_notes, to_hugging_face

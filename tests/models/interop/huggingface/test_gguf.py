@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lacking import need_package
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import CheckpointError, ConfigError
 from triaxis.models.interop.huggingface.weights import open_folder
 

@@ -26,7 +26,7 @@ from tests.models.interop.huggingface.test_weights import (
 from tests.models.interop.huggingface.wide import wide
 from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.checkpoint.shards import restore
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.errors import CheckpointError, ConfigError, counted
 from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face

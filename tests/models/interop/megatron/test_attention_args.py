@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.megatron.config import differences, megatron_args, model_section
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.config.mtp import MTPConfig
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.model import ModelConfig
+from triaxis.engine.config.schema.mtp import MTPConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.config.bad_configs import config_with
-from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.optimizer.lr import learning_rate
 from triaxis.models.interop.megatron.schedule import export_notes, megatron_rates, schedule_args, schedule_fields
 

@@ -16,8 +16,8 @@ from triaxis.engine.checkpoint.format.manifest import LossScaleRecord, TrainingS
 from triaxis.engine.checkpoint.import_weights import read_tensor, write_checkpoint
 from triaxis.engine.checkpoint.shards import restore
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.loss_scale import LossScaleConfig
-from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.schema.loss_scale import LossScaleConfig
+from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.errors import CheckpointError

@@ -11,8 +11,8 @@ import torch
 from tests.harness import run_ranks
 from tests.models.predict.test_rank_memory import most_kept
 from tests.parity.cases import Case
-from triaxis.engine.config.expert_rows import worst_rows
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.expert_rows import worst_rows
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.expert_parallel import experts
 from triaxis.launch.footprint.routing import Counts, choices_of_step, known_rows

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from triaxis.engine.config.check import problems
+from triaxis.engine.config.rules.check import problems
 from triaxis.engine.config.tree import Config
 
 MODEL = {

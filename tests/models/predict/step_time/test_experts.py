@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.models.predict.step_time.layouts import layout
-from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import batch_plan, parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import Coordinates
 from triaxis.engine.telemetry.record.flops import hardware_flops_per_token

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models.predict.step_time.layouts import layout
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.telemetry.record.flops import hardware_flops_per_token
 from triaxis.models.predict.step_time.facts import (
     head_gemm,

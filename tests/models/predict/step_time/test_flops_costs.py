@@ -3,7 +3,7 @@
 import pytest
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.telemetry.record.flops import hardware_flops_per_token, layer_flops
 from triaxis.models.predict.step_time.flops_costs import flops_costs

@@ -21,9 +21,9 @@ from tests.models.interop.megatron.command_line.changes import (
     SAVED,
 )
 from tests.models.interop.megatron.command_line.published import DEEPSEEK, GPT3, LLAMA3, MIXTRAL, PUBLISHED, Published
-from triaxis.engine.config.foreign_names import FOREIGN_NAMES
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.megatron_arguments import ARGUMENTS, READ, REFUSED
+from triaxis.engine.config.names.foreign_names import FOREIGN_NAMES
+from triaxis.engine.config.names.megatron_arguments import ARGUMENTS, READ, REFUSED
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.megatron.command_line.convert import from_command_line

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from triaxis.engine.config.megatron_arguments import ARGUMENTS, READ, REFUSED, WITHOUT_EFFECT
+from triaxis.engine.config.names.megatron_arguments import ARGUMENTS, READ, REFUSED, WITHOUT_EFFECT
 from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.megatron.command_line.parse import parse, pattern, words_of
 

@@ -1,0 +1,1 @@
+"""Names that users of other engines and of earlier versions type."""

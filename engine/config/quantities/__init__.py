@@ -1,0 +1,1 @@
+"""Numbers that follow from a whole configuration."""
