@@ -1,1 +1,1 @@
-"""Rules that relate fields to each other: three tables, a file for the rules of each section, and the check of all."""
+"""Rules that relate fields to each other: tables in `needs.py` and `sizes.py`, else a file per section; `check.py` runs all."""

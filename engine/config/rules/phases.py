@@ -57,9 +57,6 @@ def phases_can_change(subject: Subject) -> Iterator[Problem]:
         )
 
 
-PHASE_RULES: tuple[Rule, ...] = (phases_follow_each_other, phases_can_change)
-
-
 def refused_field(key: str, known: Collection[str]) -> str | None:
     """Explain why a phase cannot have the field `key`, in words that follow the field's name; None if it can.
 
@@ -75,3 +72,6 @@ def refused_field(key: str, known: Collection[str]) -> str | None:
         " is one field of the whole run: it cannot change at the edge of a phase. A phase may have "
         f"{', '.join(PHASE_FIELDS)}, and fields of {', '.join(PHASE_SECTIONS)}"
     )
+
+
+PHASE_RULES: tuple[Rule, ...] = (phases_follow_each_other, phases_can_change)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # engine/config/schema/model.py imports this module
     from triaxis.engine.config.schema.model import ModelConfig
     from triaxis.engine.config.schema.training import OptimizerConfig
 
-
 Weigh = Callable[[Any, Any, Any], Any]
 """Type of the function `weights` that a `LossPart` may have."""
 

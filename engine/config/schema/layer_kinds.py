@@ -23,9 +23,8 @@ from typing_extensions import TypedDict
 from triaxis.engine.config.schema.section import LONGEST_SEQUENCE, Section
 from triaxis.engine.config.values.counts import no_bool
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # engine/config/schema/model.py imports this module
     from triaxis.engine.config.schema.model import ModelConfig
-
 
 WITH_EXPERTS: Mapping[str, "KindFields"] = MappingProxyType({"dense": {}, "moe": {"mlp": "moe"}})
 """Layer kinds that every model with `model.moe` has without listing them."""

@@ -16,7 +16,6 @@ SHORTEST_TIMEOUT = 1.0
 LONGEST_TIMEOUT = 30 * 24 * 3600.0
 """Longest allowed timeout in seconds: 30 days."""
 
-
 MOST_REMEMBERED = 10_000
 """Maximum number of steps whose losses and gradient norms are kept, and written into each checkpoint."""
 
