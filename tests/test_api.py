@@ -31,6 +31,8 @@ def test_the_package_is_light_until_a_name_is_used() -> None:
     assert said.split()[1:] == [
         "Extension",
         "Init",
+        "ModelConfig",
+        "OwnCosts",
         "ParamSpec",
         "__version__",
         "load_config",
@@ -39,6 +41,13 @@ def test_the_package_is_light_until_a_name_is_used() -> None:
     ]
     with pytest.raises(AttributeError, match="load_config, open_checkpoint"):
         triaxis.trains  # noqa: B018
+
+
+def test_an_extension_may_import_names_from_the_modules_that_had_them() -> None:
+    from triaxis.engine.config.extension import Extension, OwnCosts
+    from triaxis.engine.config.model import ModelConfig
+
+    assert (Extension, OwnCosts, ModelConfig) == (triaxis.Extension, triaxis.OwnCosts, triaxis.ModelConfig)
 
 
 def test_a_configuration_is_loaded_by_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from triaxis import Extension, Init, ParamSpec
-from triaxis.engine.config.schema.model import ModelConfig
+from triaxis import Extension, Init, ModelConfig, ParamSpec
 from triaxis.models.gpt.context import BuildContext
 from triaxis.models.gpt.mlp import MLP
 from triaxis.models.specs import mlp_specs

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from scaled_mlp import ScaledMLP
 
-from triaxis import Extension, ParamSpec
-from triaxis.engine.config.schema.model import ModelConfig
+from triaxis import Extension, ModelConfig, ParamSpec
 
 
 class WrongMLP(ScaledMLP):
