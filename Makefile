@@ -14,6 +14,7 @@ check: lint types contracts fast
 lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -c "from clang_format import clang_format; clang_format()" --dry-run -Werror tests/cuda_stub/c/*.[ch]
 
 types:
 	$(PYTHON) -m mypy
@@ -27,3 +28,4 @@ fast:
 format:
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+	$(PYTHON) -c "from clang_format import clang_format; clang_format()" -i tests/cuda_stub/c/*.[ch]

@@ -270,6 +270,7 @@ def test_a_layer_that_is_recomputed_whole_moves_its_input() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.card
 @pytest.mark.parametrize("parts", [(), ("norm", "activation", "mlp")])
 def test_a_gpu_copies_beside_its_work_and_never_waits(parts: Sequence[str]) -> None:
     """Long work on the computation's stream: a copy that does not wait for it, or memory that is used too early, shows."""

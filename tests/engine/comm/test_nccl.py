@@ -58,6 +58,7 @@ def test_every_verb_is_the_identity(axis: Axis, dtype: torch.dtype) -> None:
     assert gather_text(axis, "a folder", torch.device("cuda", 0), "test") == ["a folder"]
 
 
+@pytest.mark.card
 def test_a_call_stands_behind_what_makes_its_tensor_and_the_host_waits_for_neither(axis: Axis) -> None:
     """The tensor is made by a long row of kernels on a stream that is not the default one; another one reads the result."""
     maker, reader = torch.cuda.Stream(), torch.cuda.Stream()

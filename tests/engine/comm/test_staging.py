@@ -286,6 +286,7 @@ def behind_a_long_kernel(rank: int) -> tuple[list[float], bool]:
 
 
 @pytest.mark.gpu
+@pytest.mark.card
 def test_a_call_waits_for_the_stream_that_made_its_tensor_and_post_waits_for_nothing() -> None:
     expected = [16.0 * (3 + 2 * number) for number in range(8)]
     for values, posted_early in run_ranks(behind_a_long_kernel, 2, device="cuda", staged=True):

@@ -196,6 +196,7 @@ def test_a_cpu_locks_nothing() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.card
 def test_a_gpu_copies_to_locked_memory_while_the_host_goes_on() -> None:
     device = torch.device("cuda")
     buffer = PinnedBuffer([(2**20, torch.float32), (3, torch.bfloat16)], page_lock_of(device), PURPOSE)

@@ -203,6 +203,7 @@ def test_an_anchor_is_a_moment_of_both_clocks() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.card
 def test_on_a_gpu_events_see_how_long_kernels_take() -> None:
     device = torch.device("cuda", 0)
     clock = clock_of(device)

@@ -1,0 +1,45 @@
+// A card that is not there: what the files of the stub share. Device memory is host memory, kernels do nothing.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+// The kind of card that CARD names (A100, H100, H200, B200); CARD_DEVICES says how many of it there are.
+typedef struct {
+  const char *name;
+  const char *full_name;
+  int capability;
+  int processors;
+  int shared_memory_of_block;
+  int l2_bytes;
+  double gib;
+} Card;
+const Card *card(void);
+int card_count(void);
+size_t card_memory(void);
+
+// Device calls that are recorded between card_log_start and card_log_stop.
+typedef enum { KERNEL, COPY, FILL, WAIT, ALLOCATION, FREE, MESSAGE } Kind;
+void card_note(Kind kind, const char *name, const void *stream, uint64_t size);
+
+// Values. card_inside is above 0 in a thread whose operator gets its values from the CPU; copies and fills are left out
+// there.
+extern int card_has_values;
+extern __thread int card_inside;
+// A kernel, by its name. Ends the process if values are on and no operator gives them. Returns 0, success in every
+// library.
+int card_kernel(const char *name, const void *stream);
+void card_end(const char *what, const char *name) __attribute__((noreturn));
+
+// Streams. A task runs at once, unless earlier tasks of its stream wait: for messages of other ranks, or for an event.
+// Then it is queued, and a thread of the stub runs it in its turn. `step` returns 1 when the task is over, 0 to be
+// called again.
+typedef int (*Step)(void *task);
+void card_queue(const void *stream, Step step, void *task);
+void card_wait_for_stream(const void *stream);
+void card_wait_for_all(void);
+
+// Memory of the device and page-locked memory of the host.
+typedef enum { NOWHERE, ON_DEVICE, ON_HOST } Place;
+Place card_place(const void *pointer, uintptr_t *base, size_t *bytes);

@@ -1,0 +1,285 @@
+// Memory: mapped on the host, and backed when it is touched. Copies run at once.
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include "card.h"
+
+typedef struct {
+  uintptr_t at;
+  size_t bytes;
+  Place place;
+} Block;
+
+static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
+static Block *BLOCKS;
+static size_t COUNT, ROOM, USED;
+
+static void add(const void *pointer, size_t bytes, Place place) {
+  pthread_mutex_lock(&LOCK);
+  if (COUNT == ROOM) {
+    ROOM = ROOM ? 2 * ROOM : 1024;
+    BLOCKS = realloc(BLOCKS, ROOM * sizeof(Block));
+  }
+  BLOCKS[COUNT++] = (Block){(uintptr_t)pointer, bytes, place};
+  pthread_mutex_unlock(&LOCK);
+}
+
+static size_t drop(const void *pointer) {
+  size_t bytes = 0;
+  pthread_mutex_lock(&LOCK);
+  for (size_t i = 0; i < COUNT; i++) {
+    if (BLOCKS[i].at != (uintptr_t)pointer) continue;
+    bytes = BLOCKS[i].bytes;
+    BLOCKS[i] = BLOCKS[--COUNT];
+    break;
+  }
+  pthread_mutex_unlock(&LOCK);
+  return bytes;
+}
+
+Place card_place(const void *pointer, uintptr_t *base, size_t *bytes) {
+  Block found = {0, 0, NOWHERE};
+  pthread_mutex_lock(&LOCK);
+  for (size_t i = 0; i < COUNT && found.place == NOWHERE; i++)
+    if ((uintptr_t)pointer - BLOCKS[i].at < BLOCKS[i].bytes) found = BLOCKS[i];
+  pthread_mutex_unlock(&LOCK);
+  if (base) *base = found.at;
+  if (bytes) *bytes = found.bytes;
+  return found.place;
+}
+
+// Take bytes of the card. Returns 0 if it has no more.
+static int take(size_t bytes) {
+  pthread_mutex_lock(&LOCK);
+  int fits = USED + bytes <= card_memory();
+  if (fits) USED += bytes;
+  pthread_mutex_unlock(&LOCK);
+  return fits;
+}
+
+static void give_back(size_t bytes) {
+  pthread_mutex_lock(&LOCK);
+  USED -= bytes;
+  pthread_mutex_unlock(&LOCK);
+}
+
+static void *map(size_t bytes) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void *pointer = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  return pointer == MAP_FAILED ? NULL : pointer;
+}
+
+static size_t whole_pages(size_t bytes) {
+  return (bytes + 4095) & ~(size_t)4095;
+}
+
+// ---- the runtime's
+extern cudaError_t card_failed(cudaError_t error);
+
+cudaError_t cudaMalloc(void **pointer, size_t bytes) {
+  card_note(ALLOCATION, "cudaMalloc", NULL, bytes);
+  bytes = whole_pages(bytes);
+  *pointer = NULL;
+  if (!take(bytes)) return card_failed(cudaErrorMemoryAllocation);
+  *pointer = map(bytes);
+  add(*pointer, bytes, ON_DEVICE);
+  return 0;
+}
+
+cudaError_t cudaFree(void *pointer) {
+  card_note(FREE, "cudaFree", NULL, 0);
+  if (!pointer) return 0;
+  card_wait_for_all();
+  size_t bytes = drop(pointer);
+  give_back(bytes);
+  munmap(pointer, bytes);
+  return 0;
+}
+
+cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
+  card_note(ALLOCATION, "cudaHostAlloc", NULL, bytes);
+  bytes = whole_pages(bytes);
+  *pointer = map(bytes);
+  add(*pointer, bytes, ON_HOST);
+  return 0;
+}
+
+cudaError_t cudaFreeHost(void *pointer) {
+  card_wait_for_all();
+  size_t bytes = drop(pointer);
+  if (bytes) munmap(pointer, bytes);
+  return 0;
+}
+
+cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) {
+  card_note(ALLOCATION, "cudaHostRegister", NULL, bytes);
+  add(pointer, bytes, ON_HOST);
+  return 0;
+}
+
+cudaError_t cudaHostUnregister(void *pointer) {
+  card_wait_for_all();
+  drop(pointer);
+  return 0;
+}
+
+cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
+  *total = card_memory();
+  *left = *total - USED;
+  return 0;
+}
+
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *pointer) {
+  Place place = card_place(pointer, NULL, NULL);
+  memset(found, 0, sizeof *found);
+  if (place == NOWHERE) return 0;
+  found->type = place == ON_HOST ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
+  found->devicePointer = (void *)pointer;
+  found->hostPointer = place == ON_HOST ? (void *)pointer : NULL;
+  return 0;
+}
+
+// A copy with values off would touch memory that nobody reads; only small ones, as of numbers that the host waits for,
+// are made.
+static int is_made(size_t bytes) {
+  return !card_inside && (card_has_values || bytes <= 4096);
+}
+
+typedef struct {
+  char *to;
+  const char *from;
+  size_t to_pitch, from_pitch, width, height;
+  int value;
+} Copy;
+
+static int copy(void *task) {
+  Copy *it = task;
+  for (size_t row = 0; row < it->height; row++) {
+    char *to = it->to + row * it->to_pitch;
+    if (it->from)
+      memmove(to, it->from + row * it->from_pitch, it->width);
+    else
+      memset(to, it->value, it->width);
+  }
+  free(it);
+  return 1;
+}
+
+// Copy rows, or fill them where there is nothing to copy from, in their stream's turn.
+static void move(Copy what, const void *stream) {
+  if (!is_made(what.width * what.height)) return;
+  Copy *task = malloc(sizeof *task);
+  *task = what;
+  card_queue(stream, copy, task);
+}
+
+static const char *direction(enum cudaMemcpyKind kind, const void *to, const void *from) {
+  static const char *names[] = {"host to host",     "host to device",          "device to host",
+                                "device to device", "pageable host to device", "device to pageable host"};
+  if (kind == cudaMemcpyDefault) return "default";
+  if (kind == cudaMemcpyHostToDevice && card_place(from, NULL, NULL) != ON_HOST) return names[4];
+  if (kind == cudaMemcpyDeviceToHost && card_place(to, NULL, NULL) != ON_HOST) return names[5];
+  return names[kind];
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  const char *name = direction(kind, to, from);
+  card_note(COPY, name, stream, bytes);
+  move((Copy){to, from, 0, 0, bytes, 1, 0}, stream);
+  // CUDA has read pageable memory, or has written it, before it returns.
+  if (strstr(name, "pageable")) card_wait_for_stream(stream);
+  if (!strcmp(name, "device to pageable host")) card_note(WAIT, "copy to pageable memory", stream, bytes);
+  return 0;
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+  card_note(COPY, direction(kind, to, from), NULL, bytes);
+  card_note(WAIT, "cudaMemcpy", NULL, bytes);
+  move((Copy){to, from, 0, 0, bytes, 1, 0}, NULL);
+  card_wait_for_stream(NULL);
+  return 0;
+}
+
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
+  card_note(COPY, direction(kind, to, from), stream, width * height);
+  move((Copy){to, from, to_pitch, from_pitch, width, height, 0}, stream);
+  return 0;
+}
+
+cudaError_t cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t bytes, cudaStream_t stream) {
+  card_note(COPY, "peer", stream, bytes);
+  move((Copy){to, from, 0, 0, bytes, 1, 0}, stream);
+  return 0;
+}
+
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
+  card_note(FILL, "fill", stream, bytes);
+  move((Copy){to, NULL, 0, 0, bytes, 1, value}, stream);
+  return 0;
+}
+
+cudaError_t cudaMemset(void *to, int value, size_t bytes) {
+  return cudaMemsetAsync(to, value, bytes, NULL);
+}
+
+// ---- the driver's: expandable segments reserve addresses and map memory into them
+CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t align, CUdeviceptr hint, unsigned long long flags) {
+  *at = (CUdeviceptr)map(bytes);
+  return 0;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) {
+  munmap((void *)at, bytes);
+  return 0;
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *what,
+                     unsigned long long flags) {
+  card_note(ALLOCATION, "cuMemCreate", NULL, bytes);
+  if (!take(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+  *handle = bytes;
+  return 0;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  card_note(FREE, "cuMemRelease", NULL, handle);
+  give_back(handle);
+  return 0;
+}
+
+CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+                  unsigned long long flags) {
+  add((void *)at, bytes, ON_DEVICE);
+  return 0;
+}
+
+CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+  card_wait_for_all();
+  drop((void *)at);
+  madvise((void *)at, bytes, MADV_DONTNEED);
+  return 0;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *access, size_t count) {
+  return 0;
+}
+
+CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *what,
+                                       CUmemAllocationGranularity_flags which) {
+  *bytes = 2 << 20;
+  return 0;
+}
+
+CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr at) {
+  card_place((void *)at, (uintptr_t *)base, bytes);
+  return 0;
+}
+
+CUresult cuPointerGetAttribute(void *value, CUpointer_attribute which, CUdeviceptr at) {
+  if (which != CU_POINTER_ATTRIBUTE_DEVICE_POINTER) card_end("no such attribute of a pointer", "cuPointerGetAttribute");
+  *(CUdeviceptr *)value = at;
+  return 0;
+}

@@ -1,0 +1,53 @@
+"""Mistakes with NCCL, made by two ranks on purpose; each ends the process, or torch's watchdog ends it.
+
+python -m tests.cuda_stub.faults NAME
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_ranks
+
+
+def _order(rank: int, x: torch.Tensor) -> None:
+    gathered = torch.empty(2 * x.numel(), device=x.device)
+    calls = [lambda: dist.all_reduce(x), lambda: dist.all_gather_into_tensor(gathered, x)]
+    for call in calls if rank == 0 else reversed(calls):
+        call()
+
+
+def _size(rank: int, x: torch.Tensor) -> None:
+    dist.all_reduce(x[: 4 + rank])
+
+
+def _dtype(rank: int, x: torch.Tensor) -> None:
+    dist.all_reduce(x if rank == 0 else x.bfloat16())
+
+
+def _message(rank: int, x: torch.Tensor) -> None:
+    """Send what nobody receives."""
+    if rank == 0:
+        dist.send(x, 1)
+    dist.all_reduce(x)
+
+
+def _group(rank: int, x: torch.Tensor) -> None:
+    """Begin a group of calls, and never end it."""
+    if rank == 0:
+        dist.group.WORLD._start_coalescing(x.device)  # type: ignore[union-attr]
+    dist.all_reduce(x)
+
+
+FAULTS = {"order": _order, "size": _size, "dtype": _dtype, "message": _message, "group": _group}
+
+
+def make(rank: int, name: str) -> float:
+    x = torch.ones(8, device="cuda")
+    FAULTS[name](rank, x)
+    return float(x.sum())
+
+
+if __name__ == "__main__":
+    print(run_ranks(make, 2, sys.argv[1], device="cuda", timeout_seconds=20))

@@ -1,0 +1,51 @@
+"""Puts values under a process that imports torch, and under the engine's compiler: what a process imports first if CARD_VALUES=1.
+
+Without them, the first kernel of such a process ends it (c/card.c).
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+def _values_of_operators(torch: ModuleType) -> None:
+    from tests.cuda_stub import values
+
+    values.install()
+
+
+def _values_of_compiled_functions(fusion: ModuleType) -> None:
+    from tests.cuda_stub import values
+
+    fusion.compiled = values.with_values(fusion.compiled)  # type: ignore[attr-defined]
+
+
+AFTER: dict[str, Callable[[ModuleType], None]] = {
+    "torch": _values_of_operators,
+    "triaxis.engine.kernels.fusion": _values_of_compiled_functions,
+}
+"""What is called after a module has been imported, with the module."""
+
+
+class AfterImport(MetaPathFinder):
+    """Finds modules as Python does, and calls AFTER's functions."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name in AFTER else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            AFTER[name](module)
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, AfterImport())

@@ -1,0 +1,64 @@
+"""Ranks on cards of their own talk over NCCL; loss and norm of the gradient are those of one rank on such a card."""
+
+from functools import cache
+
+import pytest
+
+from tests.cuda_stub.one_rank import Numbers, numbers_of_steps
+from tests.harness import run_ranks
+
+IN_FP32 = 2e-6
+"""Largest relative difference in fp32, where sums over ranks have another order."""
+
+FP32 = "precision.dtype=fp32"
+
+
+def layout(**sizes: int) -> list[str]:
+    """Return settings of `parallel`, with sequence parallelism where tp cuts."""
+    axes = [f"parallel.{axis}={sizes.get(axis, 1)}" for axis in ("tp", "pp", "vpp", "dp", "cp", "ep")]
+    return [*axes, f"parallel.sequence_parallel={'tp' in sizes}".lower()]
+
+
+LAYOUTS: dict[str, tuple[str, int, list[str], dict[str, str]]] = {
+    "tp2 sp": ("gpt_tiny", 2, layout(tp=2), {}),
+    "pp2 vpp2": ("gpt_tiny", 2, layout(pp=2, vpp=2), {}),
+    "dp2": ("gpt_tiny", 2, layout(dp=2), {}),
+    "cp2": ("gpt_tiny", 2, layout(cp=2), {"attention": "blocks"}),
+    "ep2 all-to-all": ("moe_tiny", 2, [*layout(dp=2, ep=2), "kernels.dispatch=all_to_all"], {"dispatch": "all_to_all"}),
+    "tp2 pp2": ("gpt_tiny", 4, layout(tp=2, pp=2), {}),
+    "zbv, offload": (
+        "gpt_tiny",
+        2,
+        [*layout(pp=2, vpp=2), "schedule.name=zbv", "offload.num_layers=1", "offload.min_bytes=1"],
+        {},
+    ),
+}
+"""Configuration, ranks, settings, and the kernels that are others than those of one rank."""
+
+
+@cache
+def alone(name: str, settings: tuple[str, ...]) -> Numbers:
+    return numbers_of_steps(0, name, [*settings, "parallel.ep=1"], "cuda")
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_layout_trains_as_one_rank(case: str) -> None:
+    name, size, settings, others = LAYOUTS[case]
+    expected, kernels = alone(name, (FP32,))
+    for found, choices in run_ranks(numbers_of_steps, size, name, [FP32, *settings], "cuda", device="cuda"):
+        assert choices == kernels | others
+        assert found == pytest.approx(expected, rel=IN_FP32)
+
+
+def test_experts_train_with_the_cards_own_kernels_on_unequal_batches() -> None:
+    settings = [
+        "precision.dtype=bf16",
+        *layout(dp=2, ep=2),
+        "kernels.dispatch=all_to_all",
+        "parallel.sequence_parallel=false",
+    ]
+    (found, choices), other = run_ranks(numbers_of_steps, 2, "moe_tiny", settings, "cuda", 12, device="cuda")
+    assert other == (found, choices)
+    assert choices["experts"] == "grouped" and choices["elementwise"] == "compiled"
+    expected, _ = numbers_of_steps(0, "moe_tiny", ["precision.dtype=bf16", "parallel.ep=1"], "cuda", 12)
+    assert found[0] == pytest.approx(expected[0], rel=1e-3) and found[-2] < found[0]

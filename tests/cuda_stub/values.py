@@ -1,0 +1,242 @@
+"""Values of the card that is not there: each operator is called as it is, then computed on the CPU over the same memory.
+
+The first call is the real one: torch's checks, its allocator and its kernels' launches, which do nothing. The second writes the
+result. A kernel outside of such an operator ends the process (c/card.c), and so does an operator without a form for the CPU: an
+exception would be swallowed by the trial of a kernel, and another kernel would pass in its place.
+
+A compiled function is one operator: its graph runs on the card, then its own Python gives the values.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.cuda_stub.build import LIBRARIES, OURS
+from tests.cuda_stub.operators import FORMS, SIZED_BY_VALUES
+
+CPU = torch.device("cpu")
+
+WITHOUT_KERNELS = ("c10d::", "_c10d_functional::", "prim::", "profiler::")
+WRITTEN_IN_PYTHON = ("torch_attn",)
+"""Namespaces of torch's own operators that Python functions implement."""
+
+WITHOUT_VALUES = {
+    f"aten::{name}"
+    for name in (
+        "detach",
+        "lift_fresh",
+        "record_stream",
+        "is_pinned",
+        "set_",
+        "resize_",
+        "_local_scalar_dense",
+        "_pin_memory",
+    )
+}
+"""Operators that compute nothing on the device, or only copy, which the stub does."""
+
+
+def library() -> ctypes.CDLL:
+    """Return the stub, which torch has loaded."""
+    return ctypes.CDLL(str(LIBRARIES / OURS))
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor over the memory of a tensor of the card; it does not own the memory."""
+    if tensor.device.type != "cuda":
+        return tensor
+    storage = tensor.untyped_storage()
+    same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), CPU, storage.nbytes())
+    host = torch.empty(0, dtype=tensor.dtype).set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
+    host = host.conj() if tensor.is_conj() else host
+    return torch._neg_view(host) if tensor.is_neg() else host
+
+
+def end(text: str) -> None:
+    """End the process, as a kernel without a value does."""
+    print(f"cuda stub: {text}", file=sys.stderr)
+    traceback.print_stack(file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(70)
+
+
+class Operator:
+    """What does not change from call to call.
+
+    Attributes:
+        is_python: whether it is made of other operators, which get values.
+        has_values: whether values have to be computed.
+        is_new: for each result, whether it is a new tensor; else an argument that the operator has changed.
+        form: the operator, or a form of it for the CPU.
+        is_random: whether it draws from a generator.
+    """
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        base, self.name = schema.name, str(func)
+        makes_memory = base.startswith("aten::") and "empty" in base
+        self.has_values = not (
+            func.is_view or base.startswith(WITHOUT_KERNELS) or base in WITHOUT_VALUES or makes_memory
+        )
+        self.is_python = func.namespace in WRITTEN_IN_PYTHON
+        self.is_new = [each.alias_info is None for each in schema.returns]
+        self.form = FORMS.get(self.name, func)
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+
+
+class Values(TorchDispatchMode):
+    """Gives operators on the card their values. Autograd's threads inherit it; `values` gives it to Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators: dict[Any, Operator] = {}
+        self._stub = library()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in self._operators:
+            self._operators[func] = Operator(func)
+        operator = self._operators[func]
+        if operator.is_python:
+            with self:
+                return func(*args, **kwargs)
+        flat, tree = pytree.tree_flatten((args, kwargs))
+        if not operator.has_values or not any(_is_on_card(each) for each in flat):
+            return func(*args, **kwargs)
+        # What is queued in the stream comes first: messages of other ranks, and what waits for them.
+        self._stub.card_wait_for_stream(ctypes.c_void_p(_stream()))
+        generator = _generator(flat) if operator.is_random else None
+        seen = [_seen(each, generator) for each in flat]
+        if operator.name in SIZED_BY_VALUES and SIZED_BY_VALUES[operator.name](args):
+            return self._sized_by_values(operator, seen, tree, func, args, kwargs)
+        self._stub.card_enter()
+        try:
+            found = func(*args, **kwargs)
+        finally:
+            self._stub.card_leave()
+        return _written(operator, found, self._computed(operator, seen, tree, generator))
+
+    def _computed(self, operator: Operator, seen: list[Any], tree: Any, generator: torch.Generator | None) -> Any:
+        args, kwargs = pytree.tree_unflatten(seen, tree)
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        try:
+            if generator is None or generator in seen:
+                return operator.form(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]):
+                torch.random.default_generator.set_state(generator.get_state())
+                return operator.form(*args, **kwargs)
+        except Exception as error:
+            end(f"{operator.name} has no value: {type(error).__name__}: {error}")
+
+    def _sized_by_values(
+        self, operator: Operator, seen: list[Any], tree: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compute first, because the size of the result depends on values; the card's own operator would wait for them."""
+        computed = self._computed(operator, seen, tree, None)
+        device = next(each.device for each in pytree.tree_leaves((args, kwargs)) if _is_on_card(each))
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+            on_host(made).copy_(value)
+            return made
+
+        return pytree.tree_map(moved, computed)
+
+
+def _stream() -> int:
+    """Return the current stream of the current card."""
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+
+
+def _is_on_card(value: object) -> bool:
+    device = value.device if isinstance(value, torch.Tensor) else value
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _seen(value: Any, generator: torch.Generator | None) -> Any:
+    """Return an argument as the CPU's form gets it."""
+    if isinstance(value, torch.Tensor):
+        return on_host(value)
+    if isinstance(value, torch.Generator):
+        return generator
+    return CPU if isinstance(value, torch.device) else value
+
+
+def _generator(flat: Sequence[Any]) -> torch.Generator:
+    """Return a generator of the CPU in a state that the seed and offset of the card's decide."""
+    given = next((each for each in flat if isinstance(each, torch.Generator)), None)
+    given = given or torch.cuda.default_generators[torch.cuda.current_device()]
+    offset = int.from_bytes(bytes(given.get_state()[-8:].tolist()), "little")
+    return torch.Generator().manual_seed((given.initial_seed() * 1_000_003 + offset) & (2**63 - 1))
+
+
+def _written(operator: Operator, found: Any, computed: Any) -> Any:
+    """Write computed results into the ones of the card."""
+    if not isinstance(found, (torch.Tensor, tuple, list)):
+        return computed
+    pairs = zip(found, computed, strict=True) if isinstance(found, (tuple, list)) else [(found, computed)]
+    for place, (to, value) in enumerate(pairs):
+        if place < len(operator.is_new) and not operator.is_new[place]:
+            continue
+        for one, other in zip(pytree.tree_leaves(to), pytree.tree_leaves(value), strict=False):
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.numel():
+                on_host(one).copy_(other)
+    return found
+
+
+def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the engine's compiler: a call of a compiled function runs its graph on the card, then the function on the CPU."""
+
+    def compile_with_values(function: Callable[..., Any], lengths: str, **options: Any) -> Callable[..., Any]:
+        made, stub = compiled(function, lengths, **options), library()
+
+        def call(*arguments: Any) -> Any:
+            # torch compiles nothing under a dispatch mode.
+            with _disable_current_modes():
+                if not any(_is_on_card(each) for each in pytree.tree_leaves(arguments)):
+                    return made(*arguments)
+                stub.card_wait_for_stream(ctypes.c_void_p(_stream()))
+                stub.card_enter()
+                try:
+                    found = made(*arguments)
+                finally:
+                    stub.card_leave()
+                with torch.no_grad():
+                    seen = pytree.tree_map_only(torch.Tensor, lambda each: on_host(each.detach()), arguments)
+                    for to, value in zip(pytree.tree_leaves(found), pytree.tree_leaves(function(*seen)), strict=True):
+                        if isinstance(to, torch.Tensor):
+                            on_host(to).copy_(value)
+                return found
+
+        return call
+
+    return compile_with_values
+
+
+RUN, SHOW = threading.Thread.run, torch._tensor_str._str
+
+
+def _run_with_values(thread: threading.Thread) -> None:
+    with Values():
+        RUN(thread)
+
+
+def install() -> None:
+    """Give every operator of this process its values: in this thread, in those that start later, and in forked processes."""
+    threading.Thread.run = _run_with_values  # type: ignore[method-assign]
+    # torch prints tensors without modes.
+    torch._tensor_str._str = lambda tensor, **options: SHOW(on_host(tensor.detach()), **options)
+    Values().__enter__()
