@@ -4,6 +4,7 @@ python -m tests.cuda_stub.faults NAME
 """
 
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,10 @@ def _dtype(rank: int, x: torch.Tensor) -> None:
 
 
 def _message(rank: int, x: torch.Tensor) -> None:
-    """Send what nobody receives."""
+    """Send what nobody receives, over a connection that a first message has opened."""
+    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
     if rank == 0:
         dist.send(x, 1)
-    dist.all_reduce(x)
 
 
 def _group(rank: int, x: torch.Tensor) -> None:
@@ -40,14 +41,18 @@ def _group(rank: int, x: torch.Tensor) -> None:
     dist.all_reduce(x)
 
 
+WATCHDOG_SECONDS = 5
+
 FAULTS = {"order": _order, "size": _size, "dtype": _dtype, "message": _message, "group": _group}
 
 
 def make(rank: int, name: str) -> float:
+    # The watchdog has to speak before the harness ends the ranks.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=WATCHDOG_SECONDS))
     x = torch.ones(8, device="cuda")
     FAULTS[name](rank, x)
     return float(x.sum())
 
 
 if __name__ == "__main__":
-    print(run_ranks(make, 2, sys.argv[1], device="cuda", timeout_seconds=20))
+    print(run_ranks(make, 2, sys.argv[1], device="cuda", timeout_seconds=30))

@@ -12,6 +12,13 @@ IN_FP32 = 2e-6
 
 FP32 = "precision.dtype=fp32"
 
+LONGEST = 400
+"""Seconds for a layout: each rank compiles its functions, on a machine that may be busy."""
+
+
+def on_cards(size: int, name: str, settings: list[str], num_steps: int = 3) -> list[Numbers]:
+    return run_ranks(numbers_of_steps, size, name, settings, "cuda", num_steps, device="cuda", timeout_seconds=LONGEST)
+
 
 def layout(**sizes: int) -> list[str]:
     """Return settings of `parallel`, with sequence parallelism where tp cuts."""
@@ -45,7 +52,9 @@ def alone(name: str, settings: tuple[str, ...]) -> Numbers:
 def test_a_layout_trains_as_one_rank(case: str) -> None:
     name, size, settings, others = LAYOUTS[case]
     expected, kernels = alone(name, (FP32,))
-    for found, choices in run_ranks(numbers_of_steps, size, name, [FP32, *settings], "cuda", device="cuda"):
+    for found, choices in run_ranks(
+        numbers_of_steps, size, name, [FP32, *settings], "cuda", device="cuda", timeout_seconds=LONGEST
+    ):
         assert choices == kernels | others
         assert found == pytest.approx(expected, rel=IN_FP32)
 
@@ -57,7 +66,9 @@ def test_experts_train_with_the_cards_own_kernels_on_unequal_batches() -> None:
         "kernels.dispatch=all_to_all",
         "parallel.sequence_parallel=false",
     ]
-    (found, choices), other = run_ranks(numbers_of_steps, 2, "moe_tiny", settings, "cuda", 12, device="cuda")
+    (found, choices), other = run_ranks(
+        numbers_of_steps, 2, "moe_tiny", settings, "cuda", 12, device="cuda", timeout_seconds=LONGEST
+    )
     assert other == (found, choices)
     assert choices["experts"] == "grouped" and choices["elementwise"] == "compiled"
     expected, _ = numbers_of_steps(0, "moe_tiny", ["precision.dtype=bf16", "parallel.ep=1"], "cuda", 12)
