@@ -51,7 +51,8 @@ def build() -> None:
         missing.write_text(_missing(defined))
         _compile(missing, work / "missing.o")
         _link(LIBRARIES / OURS, *work.glob("*.o"), "-ldl", "-lpthread", "-lrt")
-        for name in {*versions, *LOADED_BY_NAME}:
+        # Those that others load come first.
+        for name in [*LOADED_BY_NAME, *sorted(versions.keys() - {*LOADED_BY_NAME})]:
             script = work / "versions.map"
             script.write_text("".join(f"{version} {{}};\n" for version in sorted(versions.get(name, ()))))
             extra = [f"-Wl,--version-script={script}"] if versions.get(name) else []

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ if IS_ON_STUB:
     import tests.cuda_stub.start  # noqa: F401
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(FOLDER / "inductor")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Forget compiled functions after a test: torch compiles one at most 8 times in a process."""
+    yield
+    import torch
+
+    torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,10 @@ HOPPER = {
 """Kernels on an H100 in bf16, where nothing stands against the fastest."""
 
 IN_BF16 = 5e-4
-"""Largest relative difference in bf16, between kernels that round in other places."""
+"""Largest relative difference in bf16, between kernels that round in other places, before the first update."""
+
+AFTER_UPDATES = 4
+"""Factor of that after updates. Adam's first ones have one size in every element, also where a rounding decides the sign."""
 
 COARSE = 1e-2
 """The same, where a rounding moves a token to another expert, or a number to the next one in FP8."""
@@ -59,7 +62,8 @@ def test_a_rank_trains_as_on_the_cpu(case: str) -> None:
     assert choices == kernels, "another kernel ran than the card gets"
     on_cpu = [word for word in settings if not word.startswith("kernels.")]
     expected, _ = numbers_of_steps(0, name, on_cpu, "cpu")
-    assert found == pytest.approx(expected, rel=tolerance)
+    assert found[:2] == pytest.approx(expected[:2], rel=tolerance)
+    assert found[2:] == pytest.approx(expected[2:], rel=min(AFTER_UPDATES * tolerance, COARSE))
 
 
 OTHER_CARDS = {
