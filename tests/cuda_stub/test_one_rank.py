@@ -19,13 +19,10 @@ HOPPER = {
 }
 """Kernels on an H100 in bf16, where nothing stands against the fastest."""
 
-IN_BF16 = 5e-4
-"""Largest relative difference in bf16, between kernels that round in other places, before the first update."""
+IN_BF16 = 2e-3
+"""Largest relative difference in bf16, between kernels that round in other places: half of its epsilon."""
 
-AFTER_UPDATES = 4
-"""Factor of that after updates. Adam's first ones have one size in every element, also where a rounding decides the sign."""
-
-COARSE = 1e-2
+COARSE = 2e-2
 """The same, where a rounding moves a token to another expert, or a number to the next one in FP8."""
 
 BF16 = "precision.dtype=bf16"
@@ -44,7 +41,7 @@ CASES = {
         "gpt_tiny",
         [BF16, "data.attention=within", "data.synthetic_document_length=48"],
         HOPPER | {"attention": "varlen"},
-        4 * IN_BF16,
+        IN_BF16,
     ),
     "experts": ("moe_tiny", [BF16, "parallel.ep=1"], HOPPER | {"experts": "grouped", "dispatch": "all_gather"}, COARSE),
     "fp8 by tensors": ("gpt_tiny", [BF16, "precision.fp8.recipe=tensorwise"], HOPPER, COARSE),
@@ -62,8 +59,7 @@ def test_a_rank_trains_as_on_the_cpu(case: str) -> None:
     assert choices == kernels, "another kernel ran than the card gets"
     on_cpu = [word for word in settings if not word.startswith("kernels.")]
     expected, _ = numbers_of_steps(0, name, on_cpu, "cpu")
-    assert found[:2] == pytest.approx(expected[:2], rel=tolerance)
-    assert found[2:] == pytest.approx(expected[2:], rel=min(AFTER_UPDATES * tolerance, COARSE))
+    assert found == pytest.approx(expected, rel=tolerance)
 
 
 OTHER_CARDS = {
