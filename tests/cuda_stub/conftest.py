@@ -19,20 +19,18 @@ if IS_ON_STUB:
 
     os.environ["TRITON_LIBCUDA_PATH"] = str(LIBRARIES)
     os.environ["TRITON_CACHE_DIR"] = str(FOLDER / "triton")
-    os.environ["CARD_VALUES"] = "1"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(FOLDER / "inductor")
     os.environ["CARD_DEVICES"] = "8"
+    os.environ["CARD_VALUES"] = "1"
     import tests.cuda_stub.start  # noqa: F401
 
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(FOLDER / "inductor")
+    @pytest.fixture(autouse=True)
+    def nothing_compiled() -> Iterator[None]:
+        """Forget compiled functions after a test: torch compiles one at most 8 times in a process."""
+        yield
+        import torch
 
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    """Forget compiled functions after a test: torch compiles one at most 8 times in a process."""
-    yield
-    import torch
-
-    torch._dynamo.reset()
+        torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -52,23 +52,14 @@ def alone(name: str, settings: tuple[str, ...]) -> Numbers:
 def test_a_layout_trains_as_one_rank(case: str) -> None:
     name, size, settings, others = LAYOUTS[case]
     expected, kernels = alone(name, (FP32,))
-    for found, choices in run_ranks(
-        numbers_of_steps, size, name, [FP32, *settings], "cuda", device="cuda", timeout_seconds=LONGEST
-    ):
+    for found, choices in on_cards(size, name, [FP32, *settings]):
         assert choices == kernels | others
         assert found == pytest.approx(expected, rel=IN_FP32)
 
 
 def test_experts_train_with_the_cards_own_kernels_on_unequal_batches() -> None:
-    settings = [
-        "precision.dtype=bf16",
-        *layout(dp=2, ep=2),
-        "kernels.dispatch=all_to_all",
-        "parallel.sequence_parallel=false",
-    ]
-    (found, choices), other = run_ranks(
-        numbers_of_steps, 2, "moe_tiny", settings, "cuda", 12, device="cuda", timeout_seconds=LONGEST
-    )
+    settings = ["precision.dtype=bf16", *layout(dp=2, ep=2), "kernels.dispatch=all_to_all"]
+    (found, choices), other = on_cards(2, "moe_tiny", settings, 12)
     assert other == (found, choices)
     assert choices["experts"] == "grouped" and choices["elementwise"] == "compiled"
     expected, _ = numbers_of_steps(0, "moe_tiny", ["precision.dtype=bf16", "parallel.ep=1"], "cuda", 12)

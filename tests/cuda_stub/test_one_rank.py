@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,10 +20,13 @@ HOPPER = {
 }
 """Kernels on an H100 in bf16, where nothing stands against the fastest."""
 
-IN_BF16 = 2e-3
-"""Largest relative difference in bf16, between kernels that round in other places: half of its epsilon."""
+IN_FP32 = (1e-6, 1e-6)
+"""Largest relative differences: in the first step, where weights are equal, and later."""
 
-COARSE = 2e-2
+IN_BF16 = (2e-3, 2e-3)
+"""The same between kernels that round in other places: half of bf16's epsilon."""
+
+COARSE = (6e-3, 2e-2)
 """The same, where a rounding moves a token to another expert, or a number to the next one in FP8."""
 
 BF16 = "precision.dtype=bf16"
@@ -32,7 +36,7 @@ CASES = {
         "gpt_tiny",
         ["precision.dtype=fp32"],
         HOPPER | {"attention": "sdpa", "decoding": "math", "weight_grad": "separate"},
-        1e-6,
+        IN_FP32,
     ),
     "bf16": ("gpt_tiny", [BF16], HOPPER, IN_BF16),
     "fp16": ("gpt_tiny", ["precision.dtype=fp16"], HOPPER, IN_BF16),
@@ -52,6 +56,13 @@ CASES = {
 }
 
 
+def compare(found: Sequence[float], expected: Sequence[float], tolerance: tuple[float, float]) -> None:
+    """Compare losses and norms, those of the first step by the first tolerance."""
+    first, later = tolerance
+    assert found[:2] == pytest.approx(expected[:2], rel=first)
+    assert found[2:] == pytest.approx(expected[2:], rel=later)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_trains_as_on_the_cpu(case: str) -> None:
     name, settings, kernels, tolerance = CASES[case]
@@ -59,7 +70,7 @@ def test_a_rank_trains_as_on_the_cpu(case: str) -> None:
     assert choices == kernels, "another kernel ran than the card gets"
     on_cpu = [word for word in settings if not word.startswith("kernels.")]
     expected, _ = numbers_of_steps(0, name, on_cpu, "cpu")
-    assert found == pytest.approx(expected, rel=tolerance)
+    compare(found, expected, tolerance)
 
 
 OTHER_CARDS = {
@@ -77,5 +88,5 @@ def test_another_card_gets_its_own_kernels(card: str, precision: str) -> None:
     assert done.returncode == 0, done.stderr
     found, choices = json.loads(done.stdout.splitlines()[-1])
     assert choices == OTHER_CARDS[card, precision]
-    expected, _ = numbers_of_steps(0, "gpt_tiny", [BF16], "cpu")
-    assert found == pytest.approx(expected, rel=COARSE)
+    expected, _ = numbers_of_steps(0, "gpt_tiny", settings, "cpu")
+    compare(found, expected, COARSE)

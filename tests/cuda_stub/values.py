@@ -93,7 +93,7 @@ class Operator:
 
 
 class Values(TorchDispatchMode):
-    """Gives operators on the card their values. Autograd's threads inherit it; `values` gives it to Python's."""
+    """Gives operators on the card their values. Autograd's threads inherit it; `install` gives it to Python's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def _written(operator: Operator, found: Any, computed: Any) -> Any:
     for place, (to, value) in enumerate(pairs):
         if place < len(operator.is_new) and not operator.is_new[place]:
             continue
-        for one, other in zip(pytree.tree_leaves(to), pytree.tree_leaves(value), strict=False):
+        for one, other in zip(pytree.tree_leaves(to), pytree.tree_leaves(value), strict=True):
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.numel():
                 on_host(one).copy_(other)
     return found

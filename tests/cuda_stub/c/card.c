@@ -30,8 +30,7 @@ int card_count(void) {
 }
 
 size_t card_memory(void) {
-  const char *gib = getenv("CARD_GIB");
-  return (size_t)((gib ? atof(gib) : card()->gib) * (1 << 30));
+  return (size_t)(card()->gib * (1 << 30));
 }
 
 void card_end(const char *what, const char *name) {
@@ -55,12 +54,6 @@ static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
 static Entry *LOG;
 static size_t LENGTH, ROOM;
 static int ON;
-static void (*OBSERVER)(const char *kind, const char *name);
-
-// Called with each wait of the host, in the thread that waits, so that Python can say from where. It may be NULL.
-void card_observe_waits(void (*observer)(const char *kind, const char *name)) {
-  OBSERVER = observer;
-}
 
 void card_note(Kind kind, const char *name, const void *stream, uint64_t size) {
   if (!ON) return;
@@ -71,7 +64,6 @@ void card_note(Kind kind, const char *name, const void *stream, uint64_t size) {
   }
   LOG[LENGTH++] = (Entry){kind, name, stream, size};
   pthread_mutex_unlock(&LOCK);
-  if (kind == WAIT && OBSERVER) OBSERVER(KINDS[kind], name);
 }
 
 void card_log_start(void) {
@@ -89,15 +81,8 @@ int card_log_stop(const char *path) {
   return fclose(file) != 0;
 }
 
-int card_has_values;
-__attribute__((constructor)) static void read_variables(void) {
-  card_has_values = getenv("CARD_VALUES") != NULL;
-}
 __thread int card_inside;
 
-void card_values(int on) {
-  card_has_values = on;
-}
 void card_enter(void) {
   card_inside++;
 }
@@ -106,7 +91,7 @@ void card_leave(void) {
 }
 
 int card_kernel(const char *name, const void *stream) {
-  if (card_has_values && !card_inside) card_end("a kernel outside of an operator that gives its values", name);
+  if (!card_inside) card_end("a kernel outside of an operator that gives its values", name);
   card_note(KERNEL, name, stream, 0);
   return 0;
 }

@@ -25,9 +25,8 @@ void card_note(Kind kind, const char *name, const void *stream, uint64_t size);
 
 // Values. card_inside is above 0 in a thread whose operator gets its values from the CPU; copies and fills are left out
 // there.
-extern int card_has_values;
 extern __thread int card_inside;
-// A kernel, by its name. Ends the process if values are on and no operator gives them. Returns 0, success in every
+// A kernel, by its name. Ends the process if no operator gives its values. Returns 0, success in every
 // library.
 int card_kernel(const char *name, const void *stream);
 void card_end(const char *what, const char *name) __attribute__((noreturn));

@@ -54,7 +54,7 @@ typedef struct {
 
 // Areas: of each member in collectives, and of each pair for messages between two.
 typedef struct ncclComm {
-  int rank, size, is_alone, is_aborted;
+  int rank, size, is_aborted;
   uint64_t calls;
   char name[128], group[128];
   Header *header;
@@ -303,7 +303,7 @@ static int step(void *task) {
       int is_same = other->verb == call->verb && other->peer == call->peer;
       if (other->phase != OVER && other->comm == call->comm && (call->verb < SEND || is_same)) is_first = 0;
     }
-    int is_over = call->comm->is_aborted || call->comm->is_alone;
+    int is_over = call->comm->is_aborted;
     if (!is_over && is_first)
       is_over = call->verb == SEND      ? send_message(call)
                 : call->verb == RECEIVE ? receive_message(call)
@@ -407,12 +407,10 @@ int ncclCommInitRankConfig(Comm **made, int size, UniqueId id, int rank, const C
   Comm *comm = *made = calloc(1, sizeof *comm);
   comm->rank = rank;
   comm->size = size;
-  comm->is_alone = getenv("CARD_ALONE") != NULL;
   if (config && config->size >= sizeof(Config) && config->name)
     snprintf(comm->group, sizeof comm->group, "%s", config->name);
   if (size > MOST) card_end("more ranks than the stub's NCCL takes", "ncclCommInitRank");
   for (int i = 0; i < 16; i++) sprintf(comm->name + 2 * i, "%02x", (unsigned char)id.bytes[i]);
-  if (comm->is_alone) return SUCCESS;
   int file = open_shared(comm->name, "");
   if (ftruncate(file, sizeof(Header))) card_end("no room for a communicator", comm->name);
   comm->header = mmap(NULL, sizeof(Header), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
