@@ -393,14 +393,14 @@ def test_a_rank_that_builds_an_order_is_not_ended(builds: bool, heartbeat: Heart
 def test_ranks_that_wait_for_one_that_builds_take_their_words_back(tmp_path: Path) -> None:
     """Rank 0 stands in a call of rank 1, which is on another node and builds; once it builds no more, it is a hang."""
     two = RunLayout(RankGrid(ParallelSizes(dp=2), 1), {"world": [(0, 1)]}, SCHEDULE, SCHEDULE)
-    folder, left = tmp_path / "hang", threading.Event()
+    folder, left, over = tmp_path / "hang", threading.Event(), threading.Event()
     limits = HangLimits(0.1, 0.1, 0.01, 0.2)
     beats = [Heartbeat([tmp_path / f"node{rank}"], rank, 0) for rank in range(2)]
     for each in beats:
         each.enter(StepPart.DATA)
     beats[1].builds()
     watches = [
-        HangWatch(each, two, folder, limits, lambda *_: None, leave=lambda code: (left.set(), time.sleep(60.0))[0])
+        HangWatch(each, two, folder, limits, lambda *_: None, leave=lambda code: (left.set(), over.wait(60.0))[0])
         for each in beats
     ]
     said = io.StringIO()
@@ -413,6 +413,9 @@ def test_ranks_that_wait_for_one_that_builds_take_their_words_back(tmp_path: Pat
         assert not left.is_set() and "waits for a rank that builds the order of an epoch" in said.getvalue()
         beats[1].has_built()
         assert left.wait(30.0)
+        for watch in watches:
+            watch.close()
+        over.set()
 
 
 def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
