@@ -1,15 +1,11 @@
-"""Mistakes with NCCL, made by two ranks on purpose; each ends the process, or torch's watchdog ends it.
+"""Mistakes with NCCL, made by two ranks on purpose; each ends the process, or torch's watchdog ends it."""
 
-python -m tests.cuda_stub.faults NAME
-"""
-
-import sys
+import os
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from tests.harness import run_ranks
 
 
 def _order(rank: int, x: torch.Tensor) -> None:
@@ -46,13 +42,11 @@ WATCHDOG_SECONDS = 5
 FAULTS = {"order": _order, "size": _size, "dtype": _dtype, "message": _message, "group": _group}
 
 
-def make(rank: int, name: str) -> float:
+def make(rank: int, name: str, folder: Path) -> float:
+    """Make a mistake; what is said of it goes to a file of the rank."""
+    os.dup2(os.open(folder / f"rank{rank}", os.O_CREAT | os.O_WRONLY), 2)
     # The watchdog has to speak before the harness ends the ranks.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=WATCHDOG_SECONDS))
     x = torch.ones(8, device="cuda")
     FAULTS[name](rank, x)
     return float(x.sum())
-
-
-if __name__ == "__main__":
-    print(run_ranks(make, 2, sys.argv[1], device="cuda", timeout_seconds=30))
