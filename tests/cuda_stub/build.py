@@ -13,6 +13,7 @@ The libraries are written beside torch's own, in an environment of their own (`.
 import hashlib
 import re
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,16 @@ _NEEDED = re.compile(r"\(NEEDED\).*\[((?:libcu|libnv|libnccl)[^]]*)\]")
 _VERSION = re.compile(r"Version: \S+\s+File: (\S+)|Name: (\S+)\s+Flags")
 _FUNCTION = re.compile(r"^(?:cu|nccl|nv)\w+$")
 _DECLARED = re.compile(r"CUDAAPI\s+(cu\w+)\s*\(")
+
+
+def variables() -> dict[str, str]:
+    """Return what a process needs: Triton looks for the driver by itself; kernels that it and inductor compile are kept here."""
+    return {
+        "TRITON_LIBCUDA_PATH": str(LIBRARIES),
+        "TRITON_CACHE_DIR": f"{sys.prefix}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{sys.prefix}/inductor",
+        "CARD_DEVICES": "8",
+    }
 
 
 def build() -> None:

@@ -14,14 +14,9 @@ IS_ON_STUB = sys.prefix == str(FOLDER)
 collect_ignore_glob = ["test_without_stub.py"] if IS_ON_STUB else ["test_[!w]*.py"]
 
 if IS_ON_STUB:
-    # Triton looks for the driver by itself; kernels that it and inductor compile are kept beside the libraries.
-    from tests.cuda_stub.build import LIBRARIES
+    from tests.cuda_stub.build import variables
 
-    os.environ["TRITON_LIBCUDA_PATH"] = str(LIBRARIES)
-    os.environ["TRITON_CACHE_DIR"] = str(FOLDER / "triton")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(FOLDER / "inductor")
-    os.environ["CARD_DEVICES"] = "8"
-    os.environ["CARD_VALUES"] = "1"
+    os.environ.update(variables(), CARD_VALUES="1")
     import tests.cuda_stub.start  # noqa: F401
 
     @pytest.fixture(autouse=True)

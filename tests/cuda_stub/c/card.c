@@ -45,25 +45,41 @@ void card_end(const char *what, const char *name) {
 typedef struct {
   Kind kind;
   const char *name;
-  const void *stream;
+  const void *stream, *group;
   uint64_t size;
 } Entry;
 
-static const char *KINDS[] = {"kernel", "copy", "fill", "wait", "allocation", "free", "message"};
+static const char *KINDS[] = {"kernel", "copy", "fill", "wait", "allocation", "free", "message", "mark"};
 static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
 static Entry *LOG;
 static size_t LENGTH, ROOM;
 static int ON;
+static void (*ON_WAIT)(void);
 
-void card_note(Kind kind, const char *name, const void *stream, uint64_t size) {
+void card_note_in(const void *group, Kind kind, const char *name, const void *stream, uint64_t size) {
   if (!ON) return;
   pthread_mutex_lock(&LOCK);
   if (LENGTH == ROOM) {
     ROOM = ROOM ? 2 * ROOM : 4096;
     LOG = realloc(LOG, ROOM * sizeof(Entry));
   }
-  LOG[LENGTH++] = (Entry){kind, name, stream, size};
+  LOG[LENGTH++] = (Entry){kind, name, stream, group, size};
   pthread_mutex_unlock(&LOCK);
+  if (ON_WAIT && (kind == WAIT || kind == ALLOCATION)) ON_WAIT();
+}
+
+void card_note(Kind kind, const char *name, const void *stream, uint64_t size) {
+  card_note_in(NULL, kind, name, stream, size);
+}
+
+// Note a name of the caller's, which has to live until the record is written.
+void card_mark(const char *name) {
+  card_note(MARK, name, NULL, 0);
+}
+
+// Call a function after each wait and each allocation that is recorded; it may mark who asked for it.
+void card_on_wait(void (*call)(void)) {
+  ON_WAIT = call;
 }
 
 void card_log_start(void) {
@@ -71,17 +87,24 @@ void card_log_start(void) {
   ON = 1;
 }
 
-// Write a line "kind name stream size" per call to a file. Returns 0, or 1 if the file cannot be written.
+// Write a line "kind name stream size group" per call to a file. Returns 0, or 1 if the file cannot be written.
 int card_log_stop(const char *path) {
   ON = 0;
   FILE *file = fopen(path, "w");
   if (!file) return 1;
   for (size_t i = 0; i < LENGTH; i++)
-    fprintf(file, "%s\t%s\t%p\t%lu\n", KINDS[LOG[i].kind], LOG[i].name, LOG[i].stream, LOG[i].size);
+    fprintf(file, "%s\t%s\t%lu\t%lu\t%lu\n", KINDS[LOG[i].kind], LOG[i].name, (uintptr_t)LOG[i].stream, LOG[i].size,
+            (uintptr_t)LOG[i].group);
   return fclose(file) != 0;
 }
 
 __thread int card_inside;
+int card_computes = 1;
+
+// Without values, kernels need none, copies and messages move nothing, and a communicator needs no other members.
+void card_values(int are_on) {
+  card_computes = are_on;
+}
 
 void card_enter(void) {
   card_inside++;
@@ -91,7 +114,7 @@ void card_leave(void) {
 }
 
 int card_kernel(const char *name, const void *stream) {
-  if (!card_inside) card_end("a kernel outside of an operator that gives its values", name);
+  if (!card_inside && card_computes) card_end("a kernel outside of an operator that gives its values", name);
   card_note(KERNEL, name, stream, 0);
   return 0;
 }

@@ -20,12 +20,15 @@ int card_count(void);
 size_t card_memory(void);
 
 // Device calls that are recorded between card_log_start and card_log_stop.
-typedef enum { KERNEL, COPY, FILL, WAIT, ALLOCATION, FREE, MESSAGE } Kind;
+typedef enum { KERNEL, COPY, FILL, WAIT, ALLOCATION, FREE, MESSAGE, MARK } Kind;
 void card_note(Kind kind, const char *name, const void *stream, uint64_t size);
+void card_note_in(const void *group, Kind kind, const char *name, const void *stream, uint64_t size);
 
 // Values. card_inside is above 0 in a thread whose operator gets its values from the CPU; copies and fills are left out
 // there.
 extern __thread int card_inside;
+// 0: the process computes nothing (card_values).
+extern int card_computes;
 // A kernel, by its name. Ends the process if no operator gives its values. Returns 0, success in every
 // library.
 int card_kernel(const char *name, const void *stream);

@@ -163,7 +163,7 @@ static int copy(void *task) {
 
 // Copy rows, or fill them where there is nothing to copy from, in their stream's turn.
 static void move(Copy what, const void *stream) {
-  if (card_inside) return;
+  if (card_inside || !card_computes) return;
   Copy *task = malloc(sizeof *task);
   *task = what;
   card_queue(stream, copy, task);

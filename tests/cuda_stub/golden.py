@@ -1,0 +1,250 @@
+"""Golden counts: what a step of a full-size model asks of the card, as text that a person reads in a diff.
+
+    python -m tests.cuda_stub.golden NAME           write golden/NAME.txt anew; its notes stay
+    python -m tests.cuda_stub.golden NAME CALLS     print it instead, and write every call of the step to the file CALLS
+
+Rank 0 runs alone. Only while kernels are tried are there values. Then kernels, copies and messages do nothing (`card_values` in
+c/card.c), and the host reads zeros. In place of the experts' counts that it has read, it gets equal ones.
+"""
+
+import ctypes
+import os
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from tests.cuda_stub.build import variables
+from tests.cuda_stub.values import Values, library, with_values
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
+from triaxis.engine.data.loader import count_labels
+from triaxis.engine.device.allocator import set_up_allocator
+from triaxis.engine.expert_parallel.dispatch import ExchangeDispatch
+from triaxis.engine.kernels import fusion
+from triaxis.engine.kernels.registry import open_kernels
+from triaxis.engine.pipeline.actions import Action
+from triaxis.engine.run.garbage import GarbageCollection
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.launch.footprint.real import draw_weights
+from triaxis.launch.footprint.routing import counts_in_turn, known_rows
+from triaxis.launch.footprint.run import assumed_rows, microbatches
+from triaxis.models.gpt.chunk import GPTChunk, build_chunks
+from triaxis.models.predict.rank_memory import predicted_memory, resolve_recompute
+
+FOLDER = Path(__file__).with_name("golden")
+OURS = f"{Path(__file__).resolve().parents[2]}/triaxis/"
+
+
+class Row(NamedTuple):
+    """A configuration of configs/, the ranks of the run, and settings."""
+
+    config: str
+    size: int
+    settings: str
+
+
+TWO = "model.num_layers=2 train.global_batch_size=2 train.micro_batch_size=1 parallel.dp=1"
+ALONE = "parallel.tp=1 parallel.sequence_parallel=false"
+EXPERTS = f"model.num_layers=2 train.global_batch_size=16 parallel.pp=1 parallel.ep=8 parallel.dp=8 {ALONE}"
+ZBV = f"train.global_batch_size=6 train.micro_batch_size=1 parallel.pp=2 parallel.vpp=2 parallel.dp=1 {ALONE}"
+ROWS: Mapping[str, Row] = {
+    "llama_tp1": Row("llama3_8b", 1, f"{TWO} {ALONE}"),
+    "llama_tp8": Row("llama3_8b", 8, f"{TWO} parallel.tp=8"),
+    "llama_fp8_tp8": Row(
+        "llama3_8b", 8, f"{TWO} parallel.tp=8 precision.fp8.recipe=tensorwise precision.fp8.gather=fp8"
+    ),
+    "gemma": Row("gemma2_9b", 4, TWO),
+    "mixtral_ep8_all_to_all": Row("mixtral_8x7b", 8, f"{EXPERTS} kernels.dispatch=all_to_all"),
+    "mixtral_ep8_all_gather": Row("mixtral_8x7b", 8, f"{EXPERTS} kernels.dispatch=all_gather"),
+    "llama_cp8": Row("llama3_8b_128k", 16, f"{TWO} data.attention=across"),
+    "llama_pp2_zbv": Row("llama3_8b", 2, f"model.num_layers=8 {ZBV} schedule.name=zbv"),
+}
+
+KINDS = ("product", "attention", "compiled", "copy", "fill", "other", "NCCL")
+KERNELS = {"attention": "^cudnn|flash", "compiled": "^triton_", "product": "^cublas|GemmUniversal"}
+"""Patterns of kernels' names; the first that fits."""
+
+NOTES = "\nnotes\n"
+
+
+def text_of(name: str, calls: Path) -> str:
+    """Record the third step of a configuration. Needs a process of its own."""
+    row, device = ROWS[name], torch.device("cuda", 0)
+    words = ["data.synthetic=true", *row.settings.split()]
+    config = load_config(f"configs/{row.config}.yaml", words, {}, world_size=row.size)
+    sizes, model = parallel_sizes(config), config.model
+    config, grid = resolve_recompute(config, sizes), rank_grid(config, sizes)
+    predicted = predicted_memory(config, sizes, 0).tensors
+    library().card_values(0)
+    torch.cuda.set_device(device)
+    set_up_allocator(config.runtime, os.environ, device)
+    with (
+        patch("torch.distributed.distributed_c10d._store_based_barrier"),
+        patch("triaxis.engine.comm.topology.compare_group_counts"),
+    ):
+        if row.size > 1:
+            dist.init_process_group("nccl", rank=0, world_size=row.size, store=dist.HashStore())
+        topology = Topology(grid, 0, device, kv_heads=model.kv_heads, has_experts=model.has_experts)
+    library().card_values(1)
+    with patch.object(fusion, "compiled", with_values(fusion.compiled)), Values():
+        kernels = open_kernels(config, topology, is_alone=True)
+    library().card_values(0)
+    torch.cuda.reset_peak_memory_stats(device)
+    if model.has_experts:
+        known, plan = known_rows(counts_in_turn(config, grid, 0, assumed_rows(config)), grid, 0), ExchangeDispatch._plan
+        ExchangeDispatch._plan = lambda self, chosen, read, counts: plan(self, chosen, known, counts)  # type: ignore[method-assign]
+    marks = _run(build(config, topology, build_chunks, draw_weights, kernels), calls)
+    peak = torch.cuda.max_memory_allocated(device)
+    lines = [
+        f"configs/{row.config}.yaml, rank 0 of {row.size}, {row.settings}",
+        ", ".join(f"{kernel} {choice}" for kernel, choice in kernels.choices.named().items()),
+        *_lines(calls.read_text().splitlines(), _groups(topology)),
+        *("", "memory"),
+        f"{'peak of the allocator':36}{peak / 2**30:9.3f} GiB",
+        f"{'prediction':36}{predicted / 2**30:9.3f} GiB",
+    ]
+    del marks
+    return "\n".join(lines) + "\n"
+
+
+def _run(engine: Engine, calls: Path) -> "_Marks":
+    """Train as `engine.train.train_steps` does: labels are posted a step ahead, and numbers read a step later."""
+    batches, marks = microbatches(engine), _Marks(engine)
+    labels, before = engine.post_labels(count_labels(batches)), None
+    with GarbageCollection(engine.config.runtime.gc_interval):
+        for step in range(3):
+            if step == 2:
+                library().card_log_start()
+            posted = engine.post_labels(count_labels(batches))
+            result = engine.update(engine.forward_backward(batches, [marks.instruction], labels=labels), 1e-4)
+            if before is not None:
+                before.read()
+            labels, before = posted, result
+    assert library().card_log_stop(str(calls).encode()) == 0
+    return marks
+
+
+class _Marks:
+    """Writes into the record what runs, and which function of ours asked for a wait or for memory."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._names: dict[str, bytes] = {}
+        self._phase, self._last = "", cast(Any, None)
+        self._asked = ctypes.CFUNCTYPE(None)(self._ask)
+        library().card_on_wait(self._asked)
+        for chunk in engine.chunks:
+            for block in cast(GPTChunk, chunk).blocks:
+                block.register_forward_pre_hook(self._enter)
+                block.register_forward_hook(self._leave)
+
+    def instruction(self, one: Any) -> None:
+        """Mark an instruction of the pipeline; None: the last is over."""
+        is_action = isinstance(one, Action)
+        self._phase = one.kind.words if is_action else "update" if one is None else "messages"
+        self._mark(f"rest, {self._phase}|{one.microbatch if is_action else 0}")
+
+    def _enter(self, block: Any, given: tuple[torch.Tensor, ...]) -> None:
+        self._mark(f"{block.name}, forward{'' if self._phase == 'forward' else ' again'}")
+        if given[0] is not self._last and given[0].requires_grad:
+            given[0].register_hook(lambda grad: self._mark(f"rest, {self._phase}"))
+
+    def _leave(self, block: Any, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        self._mark(f"rest, {self._phase}")
+        self._last = out
+        if out.requires_grad:
+            out.register_hook(lambda grad: self._mark(f"{block.name}, {self._phase}"))
+
+    def _ask(self) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not frame.f_code.co_filename.startswith(OURS):
+            frame = frame.f_back
+        self._mark(f"by {frame.f_code.co_filename.removeprefix(OURS)} {frame.f_code.co_qualname}")
+
+    def _mark(self, text: str) -> None:
+        # The record keeps a pointer.
+        library().card_mark(self._names.setdefault(text, text.encode()))
+
+
+def _groups(topology: Topology) -> dict[str, str]:
+    """Return the axes that share each communicator."""
+    found: dict[str, str] = {}
+    for name, axis in topology._axes.items():
+        if axis._backend is not None:
+            group: Any = axis._backend.group
+            pointer = str(group._get_backend(topology.device)._comm_ptr())
+            found[pointer] = f"{found[pointer]}/{name}" if pointer in found else name
+    return found
+
+
+def _lines(calls: Sequence[str], groups: Mapping[str, str]) -> Iterator[str]:
+    """Count the calls of a step, in sections: waits, allocations, a microbatch's calls by place, messages."""
+    place, microbatch, asked = "rest", "0", ("", "")
+    asks: dict[str, Counter[str]] = {"wait": Counter(), "allocation": Counter()}
+    of_places: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    messages: dict[str, Counter[str]] = defaultdict(Counter)
+    for line in calls:
+        kind, name, stream, size, group = line.split("\t")
+        if kind in asks:
+            asked = kind, f"{name}({size})" if kind == "allocation" else name
+        elif name.startswith("by "):
+            asks[asked[0]][f"{asked[1]} {name}"] += 1
+        elif kind == "mark":
+            place, _, number = name.partition("|")
+            microbatch = number or microbatch
+        elif kind == "message":
+            what = f"{groups[group]} {name}"
+            where = "rest" if place.startswith("rest") else "forward" if place.endswith("forward") else "backward"
+            messages[f"{what:36}{size:>12}  {_stream(stream)}"][where] += 1
+        if kind in ("kernel", "copy", "fill", "message"):
+            named = next((each for each, pattern in KERNELS.items() if re.search(pattern, name)), "other")
+            of_places[place][microbatch][{"kernel": named, "message": "NCCL"}.get(kind, kind)] += 1
+    for kind, counts in asks.items():
+        yield from ("", f"{kind}s in the third step")
+        yield from (f"{count:3} {what}" for what, count in sorted(counts.items()))
+    yield from ("", f"{'device calls of a microbatch':36}" + "".join(f"{each:>10}" for each in ("all", *KINDS)))
+    for place, of in sorted(of_places.items()):
+        alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for microbatch, counts in sorted(of.items()):
+            alike[tuple(counts[kind] for kind in KINDS)].append(microbatch)
+        for cells, numbers in alike.items():
+            label = place if len(alike) == 1 else f"{place} {' '.join(numbers)}"
+            yield f"{label:36}" + "".join(f"{each:10}" for each in (sum(cells), *cells))
+    yield from ("", f"{'NCCL calls of the step':36}       bytes  stream          all   forward  backward      rest")
+    for what, counts in sorted(messages.items()):
+        yield what + "".join(
+            f"{each:10}" for each in (counts.total(), *(counts[each] for each in ("forward", "backward", "rest")))
+        )
+
+
+def _stream(stream: str) -> str:
+    priority = ctypes.c_int()
+    library().cudaStreamGetPriority(ctypes.c_void_p(int(stream)), ctypes.byref(priority))
+    return "computation" if stream == "0" else "urgent     " if priority.value < 0 else "another    "
+
+
+def main(name: str, calls: str = "") -> None:
+    os.environ.update(variables())
+    path = FOLDER / f"{name}.txt"
+    with TemporaryDirectory() as folder:
+        text = text_of(name, Path(calls or f"{folder}/calls"))
+    if calls:
+        print(text, end="", flush=True)
+    else:
+        notes = path.read_text().partition(NOTES)[1:] if path.exists() else ()
+        path.write_text(text + "".join(notes))
+    # Groups without peers are not closed.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
