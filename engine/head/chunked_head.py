@@ -84,6 +84,7 @@ class _ChunkedHead(torch.autograd.Function):
             options.shape_(logits, fusion)
             here = at[rows].largest(logits)
             of_pieces.append((here, at[rows].sums(logits, here, fusion)))
+            del logits  # before the next piece's exist
         mine = torch.cat([here for here, _ in of_pieces])
         sums = torch.cat([sums for _, sums in of_pieces], dim=1)
         largest = axis.all_reduce(mine.clone(), f"{CROSS_ENTROPY} max", op="max").wait()
@@ -118,6 +119,7 @@ class _ChunkedHead(torch.autograd.Function):
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
                 is_first = overwrite and rows is ctx.pieces[0]
                 add_matmul(main_grad, logits, x[rows], overwrite=is_first, kernel=head.queue.kernel)
+                del logits
 
         head.weights.accumulate(grad, inputs, add_pieces)
         return reduced[0].wait(), None, None, None, None, None, None

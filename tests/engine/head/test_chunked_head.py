@@ -1,7 +1,9 @@
 """A head whose logits exist for some tokens at a time, against the whole one, on one rank (several: tests/parity)."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,3 +170,17 @@ def test_logits_of_all_tokens_never_exist_and_none_is_kept() -> None:
     with Logits() as logits:
         run(None)
     assert logits.most == TOKENS, "a whole head's are seen"
+
+
+def test_the_logits_of_a_piece_are_freed_before_the_next_ones_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        assert all(each() is None for each in made)
+        out = F.linear(x, weight)
+        made.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr("triaxis.engine.head.chunked_head.F", SimpleNamespace(linear=linear))
+    run(4)
+    assert len(made) == 8, "4 pieces, forward and backward"
