@@ -3,8 +3,8 @@
     forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; RoPE rotates q and k
     backward   rotates the gradients of q and k back, and concatenates all three gradients
 
-Compiled, the backward is one kernel, and the forward too if there are as many keys as queries; else it is one kernel for each of the
-two. In eager mode each operation is a pass over memory.
+Compiled, the backward is one kernel. So is the forward if there are as many keys as queries; else each of the two has its own. In
+eager mode each operation is a pass over memory.
 """
 
 from collections.abc import Callable, Sequence

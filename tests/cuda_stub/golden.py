@@ -11,11 +11,12 @@ import ctypes
 import os
 import re
 import sys
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -44,31 +45,21 @@ from triaxis.models.predict.rank_memory import predicted_memory, resolve_recompu
 FOLDER = Path(__file__).with_name("golden")
 OURS = f"{Path(__file__).resolve().parents[2]}/triaxis/"
 
-
-class Row(NamedTuple):
-    """A configuration of configs/, the ranks of the run, and settings."""
-
-    config: str
-    size: int
-    settings: str
-
-
 TWO = "model.num_layers=2 train.global_batch_size=2 train.micro_batch_size=1 parallel.dp=1"
 ALONE = "parallel.tp=1 parallel.sequence_parallel=false"
 EXPERTS = f"model.num_layers=2 train.global_batch_size=16 parallel.pp=1 parallel.ep=8 parallel.dp=8 {ALONE}"
 ZBV = f"train.global_batch_size=6 train.micro_batch_size=1 parallel.pp=2 parallel.vpp=2 parallel.dp=1 {ALONE}"
-ROWS: Mapping[str, Row] = {
-    "llama_tp1": Row("llama3_8b", 1, f"{TWO} {ALONE}"),
-    "llama_tp8": Row("llama3_8b", 8, f"{TWO} parallel.tp=8"),
-    "llama_fp8_tp8": Row(
-        "llama3_8b", 8, f"{TWO} parallel.tp=8 precision.fp8.recipe=tensorwise precision.fp8.gather=fp8"
-    ),
-    "gemma": Row("gemma2_9b", 4, TWO),
-    "mixtral_ep8_all_to_all": Row("mixtral_8x7b", 8, f"{EXPERTS} kernels.dispatch=all_to_all"),
-    "mixtral_ep8_all_gather": Row("mixtral_8x7b", 8, f"{EXPERTS} kernels.dispatch=all_gather"),
-    "llama_cp8": Row("llama3_8b_128k", 16, f"{TWO} data.attention=across"),
-    "llama_pp2_zbv": Row("llama3_8b", 2, f"model.num_layers=8 {ZBV} schedule.name=zbv"),
+ROWS: Mapping[str, tuple[str, int, str]] = {
+    "llama_tp1": ("llama3_8b", 1, f"{TWO} {ALONE}"),
+    "llama_tp8": ("llama3_8b", 8, f"{TWO} parallel.tp=8"),
+    "llama_fp8_tp8": ("llama3_8b", 8, f"{TWO} parallel.tp=8 precision.fp8.recipe=tensorwise precision.fp8.gather=fp8"),
+    "gemma": ("gemma2_9b", 4, TWO),
+    "mixtral_ep8_all_to_all": ("mixtral_8x7b", 8, f"{EXPERTS} kernels.dispatch=all_to_all"),
+    "mixtral_ep8_all_gather": ("mixtral_8x7b", 8, f"{EXPERTS} kernels.dispatch=all_gather"),
+    "llama_cp8": ("llama3_8b_128k", 16, f"{TWO} data.attention=across"),
+    "llama_pp2_zbv": ("llama3_8b", 2, f"model.num_layers=8 {ZBV} schedule.name=zbv"),
 }
+"""A configuration of configs/, the ranks of the run, and settings."""
 
 KINDS = ("product", "attention", "compiled", "copy", "fill", "other", "NCCL")
 KERNELS = {"attention": "^cudnn|flash", "compiled": "^triton_", "product": "^cublas|GemmUniversal"}
@@ -79,9 +70,9 @@ NOTES = "\nnotes\n"
 
 def text_of(name: str, calls: Path) -> str:
     """Record the third step of a configuration. Needs a process of its own."""
-    row, device = ROWS[name], torch.device("cuda", 0)
-    words = ["data.synthetic=true", *row.settings.split()]
-    config = load_config(f"configs/{row.config}.yaml", words, {}, world_size=row.size)
+    (path, size, settings), device = ROWS[name], torch.device("cuda", 0)
+    words = ["data.synthetic=true", *settings.split()]
+    config = load_config(f"configs/{path}.yaml", words, {}, world_size=size)
     sizes, model = parallel_sizes(config), config.model
     config, grid = resolve_recompute(config, sizes), rank_grid(config, sizes)
     predicted = predicted_memory(config, sizes, 0).tensors
@@ -92,8 +83,8 @@ def text_of(name: str, calls: Path) -> str:
         patch("torch.distributed.distributed_c10d._store_based_barrier"),
         patch("triaxis.engine.comm.topology.compare_group_counts"),
     ):
-        if row.size > 1:
-            dist.init_process_group("nccl", rank=0, world_size=row.size, store=dist.HashStore())
+        if size > 1:
+            dist.init_process_group("nccl", rank=0, world_size=size, store=dist.HashStore())
         topology = Topology(grid, 0, device, kv_heads=model.kv_heads, has_experts=model.has_experts)
     library().card_values(1)
     with patch.object(fusion, "compiled", with_values(fusion.compiled)), Values():
@@ -103,21 +94,20 @@ def text_of(name: str, calls: Path) -> str:
     if model.has_experts:
         known, plan = known_rows(counts_in_turn(config, grid, 0, assumed_rows(config)), grid, 0), ExchangeDispatch._plan
         ExchangeDispatch._plan = lambda self, chosen, read, counts: plan(self, chosen, known, counts)  # type: ignore[method-assign]
-    marks = _run(build(config, topology, build_chunks, draw_weights, kernels), calls)
+    _run(build(config, topology, build_chunks, draw_weights, kernels), calls)
     peak = torch.cuda.max_memory_allocated(device)
     lines = [
-        f"configs/{row.config}.yaml, rank 0 of {row.size}, {row.settings}",
+        f"configs/{path}.yaml, rank 0 of {size}, {settings}",
         ", ".join(f"{kernel} {choice}" for kernel, choice in kernels.choices.named().items()),
         *_lines(calls.read_text().splitlines(), _groups(topology)),
         *("", "memory"),
         f"{'peak of the allocator':36}{peak / 2**30:9.3f} GiB",
         f"{'prediction':36}{predicted / 2**30:9.3f} GiB",
     ]
-    del marks
     return "\n".join(lines) + "\n"
 
 
-def _run(engine: Engine, calls: Path) -> "_Marks":
+def _run(engine: Engine, calls: Path) -> None:
     """Train as `engine.train.train_steps` does: labels are posted a step ahead, and numbers read a step later."""
     batches, marks = microbatches(engine), _Marks(engine)
     labels, before = engine.post_labels(count_labels(batches)), None
@@ -131,7 +121,6 @@ def _run(engine: Engine, calls: Path) -> "_Marks":
                 before.read()
             labels, before = posted, result
     assert library().card_log_stop(str(calls).encode()) == 0
-    return marks
 
 
 class _Marks:
@@ -139,7 +128,7 @@ class _Marks:
 
     def __init__(self, engine: Engine) -> None:
         self._names: dict[str, bytes] = {}
-        self._phase, self._last = "", cast(Any, None)
+        self._phase, self._last = "", weakref.ref(torch.empty(0))
         self._asked = ctypes.CFUNCTYPE(None)(self._ask)
         library().card_on_wait(self._asked)
         for chunk in engine.chunks:
@@ -155,12 +144,12 @@ class _Marks:
 
     def _enter(self, block: Any, given: tuple[torch.Tensor, ...]) -> None:
         self._mark(f"{block.name}, forward{'' if self._phase == 'forward' else ' again'}")
-        if given[0] is not self._last and given[0].requires_grad:
+        if given[0] is not self._last() and given[0].requires_grad:
             given[0].register_hook(lambda grad: self._mark(f"rest, {self._phase}"))
 
     def _leave(self, block: Any, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         self._mark(f"rest, {self._phase}")
-        self._last = out
+        self._last = weakref.ref(out)
         if out.requires_grad:
             out.register_hook(lambda grad: self._mark(f"{block.name}, {self._phase}"))
 
@@ -233,7 +222,8 @@ def _stream(stream: str) -> str:
 
 
 def main(name: str, calls: str = "") -> None:
-    os.environ.update(variables())
+    # Workers that compile would outlive the process.
+    os.environ.update(variables(), TORCHINDUCTOR_COMPILE_THREADS="1")
     path = FOLDER / f"{name}.txt"
     with TemporaryDirectory() as folder:
         text = text_of(name, Path(calls or f"{folder}/calls"))
