@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.gpu import ROOT, commit, end, environment, interrupted
 from benchmarks.gpu_contenders.contenders import CONTENDERS, OURS
 from benchmarks.gpu_contenders.records import append, newest, read
+from benchmarks.gpu_contenders.shapes import SHAPES as BY_NAME
 from benchmarks.gpu_contenders.tables import best, one_line
 from triaxis.engine.device.gpus import CPU, CUDA, DEVICE_VARIABLE, find_gpus
 from triaxis.engine.telemetry.record.peaks import known_peak
@@ -33,7 +34,7 @@ RECORDS, ROWS, NODE = "records.jsonl", "gpu.jsonl", "node.json"
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 SHAPES = {CUDA: ("gpt-1.3b", "gpt-2.7b", "llama-8b-4k-12l", "llama-8b-8k-12l"), CPU: ("tiny",)}
 TOY = ("--steps", "2", "--warm-up", "1", "--ceiling-size", "64", "--ceiling-seconds", "0")
-"""Words of `benchmarks.gpu` on a CPU, where speeds mean nothing."""
+"""Words of `benchmarks.gpu` for shapes that show only that everything runs: their speeds mean nothing."""
 LAYOUTS = {2: "tp=2", 4: "tp=2,pp=2", 8: "tp=2,pp=2,vpp=2,dp=2"}
 """GPUs -> the first layout that is verified on them."""
 INTERRUPTED = 130
@@ -60,12 +61,13 @@ class Piece:
     wants: tuple[str, str] | None = None
 
 
-def pieces(num_gpus: int, folder: Path) -> Iterator[Piece]:
+def pieces(num_gpus: int, folder: Path, shapes: Sequence[str] = ()) -> Iterator[Piece]:
     """Yield the pieces, what matters most first.
 
     Args:
         num_gpus: that torch can use; 0: a CPU, whose speeds are those of a toy.
         folder: of the records.
+        shapes: whose speeds are measured; none: those of the device.
     """
     triaxis = (sys.executable, "-m", "triaxis.launch.cli")
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow")
@@ -84,8 +86,9 @@ def pieces(num_gpus: int, folder: Path) -> Iterator[Piece]:
         ("peers", "ours beside others", 45, [name for name in able if not CONTENDERS[name].has_fp8]),
         ("fp8", "FP8, ours and others", 45, [name for name in able if CONTENDERS[name].has_fp8]),
     ):
-        for shape in SHAPES[device]:
-            words = ("--device", device, "--shapes", shape, "--contenders", *names, *(() if num_gpus else TOY))
+        for shape in shapes or SHAPES[device]:
+            words = ("--device", device, "--shapes", shape, "--contenders", *names)
+            words += TOY if shape.startswith("tiny") else ()
             kept = ("--results", str(folder / ROWS), "--logs", str(folder / "gpu"))
             command = (sys.executable, "-m", "benchmarks.gpu", *words, *kept)
             yield Piece(f"{kind}-{shape}", f"tokens/s of {shape}: {what}", minutes, command, wants=(shape, names[0]))
@@ -215,11 +218,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--folder", type=Path, help="of the records; default: runs/first_card, on a CPU runs/first_card_cpu"
     )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        metavar="NAME",
+        choices=list(BY_NAME),
+        default=[],
+        help=f"whose speeds are measured; default: {', '.join(SHAPES[CUDA])}; tiny: everything runs, in minutes",
+    )
     options = parser.parse_args(argv)
     gpus, on_cpu = find_gpus(os.environ), os.environ.get(DEVICE_VARIABLE) == CPU
     num_gpus = 0 if on_cpu else gpus.count
     folder = (options.folder or ROOT / "runs" / ("first_card_cpu" if on_cpu else "first_card")).resolve()
-    listed = list(pieces(num_gpus if on_cpu else max(num_gpus, 1), folder))
+    listed = list(pieces(num_gpus if on_cpu else max(num_gpus, 1), folder, options.shapes))
     had = recorded(folder)
     if unknown := set(options.only) - {piece.name for piece in listed}:
         parser.error(

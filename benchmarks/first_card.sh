@@ -5,6 +5,7 @@
 #   bash benchmarks/first_card.sh --list          # pieces, their most minutes, what was recorded
 #   bash benchmarks/first_card.sh --only parity   # one piece, also again
 #   bash benchmarks/first_card.sh --block         # the block alone
+#   bash benchmarks/first_card.sh --shapes tiny   # speeds of other models: tiny ones show in minutes that everything runs
 #   TRIAXIS_DEVICE=cpu bash benchmarks/first_card.sh       # try on a CPU what a CPU can run
 #
 # Stop it at any moment: the same command goes on with the piece that was cut off.

@@ -44,6 +44,9 @@ def test_every_contender_is_in_a_piece_and_layouts_fit_the_cards(tmp_path: Path)
         assert (found["layout"].least_gpus, found["parity"].least_gpus) == (2, 1)
         words = {word for piece in found.values() for word in piece.command}
         assert words >= {*CONTENDERS, "--matrix"}
+    asked = {piece.name: piece.command for piece in pieces(1, tmp_path, ["tiny", "llama-8b-4k"])}
+    assert {name for name in asked if name.startswith("speed")} == {"speed-tiny", "speed-llama-8b-4k"}
+    assert "--ceiling-size" in asked["speed-tiny"] and "--ceiling-size" not in asked["speed-llama-8b-4k"]
     on_cpu = {piece.name: piece for piece in pieces(0, tmp_path)}
     assert {name for name, piece in on_cpu.items() if piece.least_gpus} == {"gpu-tests", "parity", "matrix"}
 

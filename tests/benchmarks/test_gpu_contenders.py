@@ -188,8 +188,16 @@ def test_megatron_in_fp8_has_the_scales_of_ours(tmp_path: Path) -> None:
     assert not theirs[True].first_last_layers_bf16 and theirs[True].params_dtype == torch.bfloat16
 
 
+ON_A_GPU = [
+    # Of ours, kernels are timed.
+    pytest.param(name, marks=pytest.mark.card if name == OURS else ())
+    for name, one in CONTENDERS.items()
+    if not OPTIONAL & {*one.packages}
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("contender", [name for name, one in CONTENDERS.items() if not OPTIONAL & {*one.packages}])
+@pytest.mark.parametrize("contender", ON_A_GPU)
 def test_every_contender_runs_on_a_gpu(contender: str, tmp_path: Path) -> None:
     words = ["--shapes", "tiny-llama", "--contenders", contender, "--steps", "2", "--warm-up", "1"]
     more = [
