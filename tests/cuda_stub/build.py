@@ -1,7 +1,7 @@
 """Build the stub: one library with our functions, and one under the name of each library of NVIDIA's that torch is linked with.
 
     c/*.c       functions that do something
-    missing.c   generated: every other function that torch needs or cuda.h declares ends the process with its name
+    missing.c   generated: every other function that torch needs or cuda.h declares ends the process with its name, but CUPTI's
     libcard.so  both, compiled
     libcudart.so.13, libcuda.so.1, ..  empty; they carry the versions that torch asks for, and load libcard.so
 
@@ -128,7 +128,13 @@ def _missing(defined: set[str]) -> str:
         *_DECLARED.findall(text),
         *(name for pair in renamed for name in pair),
     }
-    bodies = (f'void {name}(void) {{ card_end("not implemented", "{name}"); }}\n' for name in sorted(wanted - defined))
+    # CUPTI is the profiler's: it has no records of this card.
+    bodies = (
+        f"int {name}(void) {{ return 0; }}\n"
+        if name.startswith("cupti")
+        else f'void {name}(void) {{ card_end("not implemented", "{name}"); }}\n'
+        for name in sorted(wanted - defined)
+    )
     return "void card_end(const char *what, const char *name);\n" + "".join(bodies)
 
 

@@ -32,3 +32,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.cuda_stub)
+        if IS_ON_STUB and item.get_closest_marker("card") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a real card, and this is the stub"))

@@ -3,11 +3,14 @@
 Without them, the first kernel of such a process ends it (c/card.c).
 """
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+
+from tests.cuda_stub.build import LIBRARIES
 
 
 def _values_of_operators(torch: ModuleType) -> None:
@@ -48,4 +51,6 @@ class AfterImport(MetaPathFinder):
         return spec
 
 
+# The driver answers before torch is imported, and is then found by its name.
+ctypes.CDLL(str(LIBRARIES / "libnvidia-ml.so.1"))
 sys.meta_path.insert(0, AfterImport())

@@ -30,7 +30,8 @@ int card_count(void) {
 }
 
 size_t card_memory(void) {
-  return (size_t)(card()->gib * (1 << 30));
+  const char *gib = getenv("CARD_GIB");
+  return (size_t)((gib ? atof(gib) : card()->gib) * (1 << 30));
 }
 
 void card_end(const char *what, const char *name) {

@@ -5,7 +5,8 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-// The kind of card that CARD names (A100, H100, H200, B200); CARD_DEVICES says how many of it there are.
+// The kind of card that CARD names (A100, H100, H200, B200); CARD_DEVICES says how many of it there are, and CARD_GIB how
+// much memory each has, where that is not the memory of its kind.
 typedef struct {
   const char *name;
   const char *full_name;

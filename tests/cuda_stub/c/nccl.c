@@ -450,7 +450,8 @@ int ncclCommInitRank(Comm **made, int size, UniqueId id, int rank) {
 }
 
 int ncclCommAbort(Comm *comm) {
-  comm->is_aborted = 1;
+  // torch's watchdog aborts some communicators that are gone.
+  if (comm) comm->is_aborted = 1;
   return SUCCESS;
 }
 
