@@ -3,6 +3,7 @@
     c/*.c       functions that do something
     missing.c   generated: every other function that torch needs or cuda.h declares ends the process with its name, but CUPTI's
     libcard.so  both, compiled
+    libcard_allocator.so  what listens to torch's allocator, in C++
     libcudart.so.13, libcuda.so.1, ..  empty; they carry the versions that torch asks for, and load libcard.so
 
 The libraries are written beside torch's own, in an environment of their own (`.venv-cuda`), where torch's run path looks.
@@ -23,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 SITE = Path(sysconfig.get_paths()["purelib"])
 LIBRARIES = SITE / "torch" / "lib"
 HEADERS = SITE / "triton" / "backends" / "nvidia" / "include"
-OURS = "libcard.so"
+OURS, LISTENER = "libcard.so", "libcard_allocator.so"
 
 LOADED_BY_NAME = ("libcuda.so.1", "libnvidia-ml.so.1")
 """Libraries that torch, Triton or NVML's callers load while they run."""
@@ -46,7 +47,7 @@ def variables() -> dict[str, str]:
 
 def build() -> None:
     """Write the libraries, unless those that are there are of the same sources and the same torch."""
-    sources = sorted((HERE / "c").glob("*.[ch]"))
+    sources = sorted((HERE / "c").glob("*.[ch]*"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources, Path(__file__)])).hexdigest()
     stamp = LIBRARIES / "libcard.sha256"
     if stamp.exists() and stamp.read_text() == digest:
@@ -62,6 +63,9 @@ def build() -> None:
         missing.write_text(_missing(defined))
         _compile(missing, work / "missing.o")
         _link(LIBRARIES / OURS, *work.glob("*.o"), "-ldl", "-lpthread", "-lrt")
+        listener = ["-std=c++20", "-O1", "-fPIC", f"-I{SITE / 'torch' / 'include'}", "-isystem", HEADERS]
+        loads = [f"-L{LIBRARIES}", "-Wl,-rpath,$ORIGIN", f"-l:{OURS}", "-lc10_cuda", "-lc10"]
+        _link(LIBRARIES / LISTENER, *listener, HERE / "c" / "allocator.cpp", *loads, compiler="g++")
         # Those that others load come first.
         for name in [*LOADED_BY_NAME, *sorted(versions.keys() - {*LOADED_BY_NAME})]:
             script = work / "versions.map"
@@ -82,10 +86,10 @@ def _compile(source: Path, to: Path) -> None:
     subprocess.run(["gcc", *flags, "-isystem", str(HEADERS), "-c", str(source), "-o", str(to)], check=True)
 
 
-def _link(to: Path, *words: object) -> None:
+def _link(to: Path, *words: object, compiler: str = "gcc") -> None:
     # A process that runs has the old file mapped.
     new = to.with_suffix(".new")
-    subprocess.run(["gcc", "-shared", "-o", str(new), *map(str, words)], check=True)
+    subprocess.run([compiler, "-shared", "-o", str(new), *map(str, words)], check=True)
     new.replace(to)
 
 

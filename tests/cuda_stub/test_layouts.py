@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from tests.cuda_stub.in_order import layout
 from tests.cuda_stub.one_rank import Numbers, numbers_of_steps
 from tests.harness import run_ranks
 
@@ -18,12 +19,6 @@ LONGEST = 400
 
 def on_cards(size: int, name: str, settings: list[str], num_steps: int = 3) -> list[Numbers]:
     return run_ranks(numbers_of_steps, size, name, settings, "cuda", num_steps, device="cuda", timeout_seconds=LONGEST)
-
-
-def layout(**sizes: int) -> list[str]:
-    """Return settings of `parallel`, with sequence parallelism where tp cuts."""
-    axes = [f"parallel.{axis}={sizes.get(axis, 1)}" for axis in ("tp", "pp", "vpp", "dp", "cp", "ep")]
-    return [*axes, f"parallel.sequence_parallel={'tp' in sizes}".lower()]
 
 
 LAYOUTS: dict[str, tuple[str, int, list[str], dict[str, str]]] = {

@@ -5,9 +5,13 @@ result. A kernel outside of such an operator ends the process (c/card.c), and so
 exception would be swallowed by the trial of a kernel, and another kernel would pass in its place.
 
 A compiled function is one operator: its graph runs on the card, then its own Python gives the values.
+
+In an order (`set_order`), the second call is a task in the operator's stream, as copies and messages are.
 """
 
+import atexit
 import ctypes
+import itertools
 import os
 import sys
 import threading
@@ -19,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tests.cuda_stub.build import LIBRARIES, OURS
+from tests.cuda_stub.build import LIBRARIES, LISTENER, OURS
 from tests.cuda_stub.operators import FORMS, SIZED_BY_VALUES
 
 CPU = torch.device("cpu")
@@ -73,6 +77,7 @@ class Operator:
 
     Attributes:
         is_python: whether it is made of other operators, which get values.
+        makes_memory: whether its result has no values.
         has_values: whether values have to be computed.
         is_new: for each result, whether it is a new tensor; else an argument that the operator has changed.
         form: the operator, or a form of it for the CPU.
@@ -82,14 +87,64 @@ class Operator:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         base, self.name = schema.name, str(func)
-        makes_memory = base.startswith("aten::") and "empty" in base
+        self.makes_memory = base.startswith("aten::") and "empty" in base
         self.has_values = not (
-            func.is_view or base.startswith(WITHOUT_KERNELS) or base in WITHOUT_VALUES or makes_memory
+            func.is_view or base.startswith(WITHOUT_KERNELS) or base in WITHOUT_VALUES or self.makes_memory
         )
         self.is_python = func.namespace in WRITTEN_IN_PYTHON
         self.is_new = [each.alias_info is None for each in schema.returns]
         self.form = FORMS.get(self.name, func)
-        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        # A form draws nothing: kernels of attention could, for dropout.
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags and self.form is func
+
+
+class Later:
+    """Computes values in the queues of their streams, if it is on.
+
+    A task owns no memory of the card, so torch's allocator reuses it as on a card. Torch's allocator tells of new and freed
+    memory, which is filled with NaN in its stream's turn.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._stub = library()
+        self._tasks: dict[int, Callable[[], object]] = {}
+        self._numbers = itertools.count(1)
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compute)
+        self._listens = False
+
+    def order(self, order: str) -> None:
+        if order and not self._listens:
+            torch.cuda.init()
+            ctypes.CDLL(str(LIBRARIES / LISTENER)).card_watch_allocator()
+            atexit.register(self.order, "")
+            self._listens = True
+        self.is_on = bool(order)
+        self._stub.card_order(order.encode())
+
+    def wait(self) -> None:
+        """Wait for what is queued in the current stream."""
+        self._stub.card_wait_for_stream(ctypes.c_void_p(_stream()))
+
+    def post(self, compute: Callable[[], object]) -> None:
+        number = next(self._numbers)
+        self._tasks[number] = compute
+        self._stub.cudaLaunchHostFunc(ctypes.c_void_p(_stream()), self._run, ctypes.c_void_p(number))
+
+    def _compute(self, number: int) -> None:
+        try:
+            with torch.no_grad():
+                self._tasks.pop(number)()
+        except BaseException as error:
+            end(f"a value of an order failed: {type(error).__name__}: {error}")
+
+
+LATER = Later()
+
+
+def set_order(order: str) -> None:
+    """Wait for the card; then execute what is posted in an order: "late", "early", a seed, or "" for at once."""
+    LATER.order(order)
 
 
 class Values(TorchDispatchMode):
@@ -112,19 +167,41 @@ class Values(TorchDispatchMode):
                 return func(*args, **kwargs)
         flat, tree = pytree.tree_flatten((args, kwargs))
         if not operator.has_values or not any(_is_on_card(each) for each in flat):
-            return func(*args, **kwargs)
-        # What is queued in the stream comes first: messages of other ranks, and what waits for them.
-        self._stub.card_wait_for_stream(ctypes.c_void_p(_stream()))
+            return _unwritten(operator, func(*args, **kwargs))
+        if LATER.is_on and operator.name == "aten._to_copy.default" and _crosses(args[0], kwargs):
+            with self:
+                return _copied(args[0], **kwargs)
         generator = _generator(flat) if operator.is_random else None
-        seen = [_seen(each, generator) for each in flat]
-        if operator.name in SIZED_BY_VALUES and SIZED_BY_VALUES[operator.name](args):
-            return self._sized_by_values(operator, seen, tree, func, args, kwargs)
+        is_sized = operator.name in SIZED_BY_VALUES and SIZED_BY_VALUES[operator.name](args)
+        # The CPU's own generator belongs to the program: it is borrowed at once, not later.
+        is_later = LATER.is_on and not is_sized and (generator is None or any(_is_generator(each) for each in flat))
+        if not is_later:
+            # What is queued in the stream comes first: messages of other ranks, and what waits for them.
+            LATER.wait()
+        seen = [_kept(each, flat[0], generator) if is_later else _seen(each, generator) for each in flat]
+        if is_sized:
+            return self._sized_by_values(operator, seen, tree, args, kwargs)
+
+        def compute() -> Any:
+            return self._computed(operator, seen, tree, generator)
+
+        if is_later and not any(operator.is_new):
+            # Before the call, which may wait for its own copy, or mark its end.
+            LATER.post(compute)
+            return self._called(func, args, kwargs)
+        found = self._called(func, args, kwargs)
+        if not isinstance(found, (torch.Tensor, tuple, list)):
+            LATER.wait()
+            return compute()
+        _write(_places(operator, found), compute, is_later)
+        return found
+
+    def _called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._stub.card_enter()
         try:
-            found = func(*args, **kwargs)
+            return func(*args, **kwargs)
         finally:
             self._stub.card_leave()
-        return _written(operator, found, self._computed(operator, seen, tree, generator))
 
     def _computed(self, operator: Operator, seen: list[Any], tree: Any, generator: torch.Generator | None) -> Any:
         args, kwargs = pytree.tree_unflatten(seen, tree)
@@ -140,7 +217,7 @@ class Values(TorchDispatchMode):
             end(f"{operator.name} has no value: {type(error).__name__}: {error}")
 
     def _sized_by_values(
-        self, operator: Operator, seen: list[Any], tree: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+        self, operator: Operator, seen: list[Any], tree: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Compute first, because the size of the result depends on values; the card's own operator would wait for them."""
         computed = self._computed(operator, seen, tree, None)
@@ -150,7 +227,7 @@ class Values(TorchDispatchMode):
             if not isinstance(value, torch.Tensor):
                 return value
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-            on_host(made).copy_(value)
+            _write([on_host(made)], lambda: value, LATER.is_on)
             return made
 
         return pytree.tree_map(moved, computed)
@@ -175,6 +252,36 @@ def _seen(value: Any, generator: torch.Generator | None) -> Any:
     return CPU if isinstance(value, torch.device) else value
 
 
+def _kept(value: Any, first: Any, generator: torch.Generator | None) -> Any:
+    """Return an argument as the CPU's form gets it later. CUDA reads pageable memory of the host during the call."""
+    if isinstance(value, torch.Tensor) and not _is_on_card(value) and value is not first and not value.is_pinned():
+        return value.clone()
+    return _seen(value, generator)
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+def _crosses(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    return torch.device(kwargs.get("device") or tensor.device).type != tensor.device.type
+
+
+def _copied(tensor: torch.Tensor, non_blocking: bool = False, memory_format: Any = None, **kwargs: Any) -> torch.Tensor:
+    """Copy between host and card as CUDA's own code does: the copy has an operator of its own."""
+    if non_blocking and torch.device(kwargs["device"]).type == "cpu":
+        kwargs["pin_memory"] = True
+    made = torch.empty_like(tensor, memory_format=memory_format or torch.preserve_format, **kwargs)
+    return made.copy_(tensor, non_blocking)
+
+
+def _unwritten(operator: Operator, made: Any) -> Any:
+    """Fill new page-locked memory of the host with NaN, in an order; memory of the card is filled in its stream."""
+    if LATER.is_on and operator.makes_memory and made.device.type == "cpu" and made.is_pinned():
+        ctypes.memset(made.data_ptr(), 0xFF, made.nbytes)
+    return made
+
+
 def _generator(flat: Sequence[Any]) -> torch.Generator:
     """Return a generator of the CPU in a state that the seed and offset of the card's decide."""
     given = next((each for each in flat if isinstance(each, torch.Generator)), None)
@@ -183,18 +290,33 @@ def _generator(flat: Sequence[Any]) -> torch.Generator:
     return torch.Generator().manual_seed((given.initial_seed() * 1_000_003 + offset) & (2**63 - 1))
 
 
-def _written(operator: Operator, found: Any, computed: Any) -> Any:
-    """Write computed results into the ones of the card."""
-    if not isinstance(found, (torch.Tensor, tuple, list)):
-        return computed
-    pairs = zip(found, computed, strict=True) if isinstance(found, (tuple, list)) else [(found, computed)]
-    for place, (to, value) in enumerate(pairs):
-        if place < len(operator.is_new) and not operator.is_new[place]:
-            continue
-        for one, other in zip(pytree.tree_leaves(to), pytree.tree_leaves(value), strict=True):
-            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.numel():
-                on_host(one).copy_(other)
-    return found
+def _places(operator: Operator, found: Any) -> list[torch.Tensor | None]:
+    """Return where the values of results go; None: nowhere, for an argument that the operator has changed."""
+    places: list[torch.Tensor | None] = []
+    for number, result in enumerate(found if isinstance(found, (tuple, list)) else [found]):
+        is_new = number >= len(operator.is_new) or operator.is_new[number]
+        places += [_place(leaf) if is_new else None for leaf in pytree.tree_leaves(result)]
+    return places
+
+
+def _place(value: object) -> torch.Tensor | None:
+    return on_host(value) if isinstance(value, torch.Tensor) and value.numel() else None
+
+
+def _write(places: Sequence[torch.Tensor | None], compute: Callable[[], Any], is_later: bool) -> None:
+    """Compute values and write them, now or in the stream's turn."""
+
+    def write() -> None:
+        for to, value in zip(places, pytree.tree_leaves(compute()), strict=True):
+            if to is not None and isinstance(value, torch.Tensor):
+                to.copy_(value)
+
+    if is_later:
+        LATER.post(write)
+        return
+    if LATER.is_on:
+        LATER.wait()
+    write()
 
 
 def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,17 +330,17 @@ def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
             with _disable_current_modes():
                 if not any(_is_on_card(each) for each in pytree.tree_leaves(arguments)):
                     return made(*arguments)
-                stub.card_wait_for_stream(ctypes.c_void_p(_stream()))
+                if not LATER.is_on:
+                    LATER.wait()
                 stub.card_enter()
                 try:
                     found = made(*arguments)
                 finally:
                     stub.card_leave()
                 with torch.no_grad():
-                    seen = pytree.tree_map_only(torch.Tensor, lambda each: on_host(each.detach()), arguments)
-                    for to, value in zip(pytree.tree_leaves(found), pytree.tree_leaves(function(*seen)), strict=True):
-                        if isinstance(to, torch.Tensor):
-                            on_host(to).copy_(value)
+                    seen = pytree.tree_map_only(torch.Tensor, lambda each: _kept(each.detach(), None, None), arguments)
+                    places = [_place(leaf) for leaf in pytree.tree_leaves(found)]
+                    _write(places, lambda: function(*seen), LATER.is_on)
                 return found
 
         return call

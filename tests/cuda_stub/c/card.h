@@ -36,12 +36,13 @@ int card_kernel(const char *name, const void *stream);
 void card_end(const char *what, const char *name) __attribute__((noreturn));
 
 // Streams. A task runs at once, unless earlier tasks of its stream wait: for messages of other ranks, or for an event.
-// Then it is queued, and a thread of the stub runs it in its turn. `step` returns 1 when the task is over, 0 to be
+// Then it is queued, and a thread of the stub runs it in its turn. In an order (card_order) all tasks are queued. `step` returns 1 when the task is over, 0 to be
 // called again.
 typedef int (*Step)(void *task);
 void card_queue(const void *stream, Step step, void *task);
 void card_wait_for_stream(const void *stream);
 void card_wait_for_all(void);
+int card_has_order(void);
 
 // Memory of the device and page-locked memory of the host.
 typedef enum { NOWHERE, ON_DEVICE, ON_HOST } Place;

@@ -1,4 +1,4 @@
-// Memory: mapped on the host, and backed when it is touched. Copies run at once.
+// Memory: mapped on the host, and backed when it is touched.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdlib.h>
@@ -71,6 +71,13 @@ static void *map(size_t bytes) {
   return pointer == MAP_FAILED ? NULL : pointer;
 }
 
+// In an order, memory stays: a wait here would hold the lock of torch's allocator, and values need Python's.
+static void unmap(void *pointer, size_t bytes) {
+  if (card_has_order()) return;
+  card_wait_for_all();
+  munmap(pointer, bytes);
+}
+
 static size_t whole_pages(size_t bytes) {
   return (bytes + 4095) & ~(size_t)4095;
 }
@@ -91,10 +98,9 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes) {
 cudaError_t cudaFree(void *pointer) {
   card_note(FREE, "cudaFree", NULL, 0);
   if (!pointer) return 0;
-  card_wait_for_all();
   size_t bytes = drop(pointer);
   give_back(bytes);
-  munmap(pointer, bytes);
+  unmap(pointer, bytes);
   return 0;
 }
 
@@ -107,9 +113,7 @@ cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
 }
 
 cudaError_t cudaFreeHost(void *pointer) {
-  card_wait_for_all();
-  size_t bytes = drop(pointer);
-  if (bytes) munmap(pointer, bytes);
+  unmap(pointer, drop(pointer));
   return 0;
 }
 
@@ -166,6 +170,14 @@ static void move(Copy what, const void *stream) {
   if (card_inside || !card_computes) return;
   Copy *task = malloc(sizeof *task);
   *task = what;
+  card_queue(stream, copy, task);
+}
+
+// Fill memory that torch's allocator gives to a stream, or gets back from it, with NaN in every float format.
+void card_poison(void *at, size_t bytes, const void *stream) {
+  if (!card_has_order()) return;
+  Copy *task = malloc(sizeof *task);
+  *task = (Copy){at, NULL, 0, 0, bytes, 1, 0xff};
   card_queue(stream, copy, task);
 }
 
@@ -226,7 +238,7 @@ CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t align, CUdevi
 }
 
 CUresult cuMemAddressFree(CUdeviceptr at, size_t bytes) {
-  munmap((void *)at, bytes);
+  unmap((void *)at, bytes);
   return 0;
 }
 
@@ -251,8 +263,9 @@ CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAlloc
 }
 
 CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
-  card_wait_for_all();
   drop((void *)at);
+  if (card_has_order()) return 0;
+  card_wait_for_all();
   madvise((void *)at, bytes, MADV_DONTNEED);
   return 0;
 }

@@ -2,9 +2,15 @@
 // ranks wait for peers, so they stay in their stream's queue, and all that is posted to the stream after them; a thread
 // works the queues off. The host waits where it needs what is queued: at an operator in that stream, at a
 // synchronization, before memory is unmapped.
+//
+// In an order (card_order) nothing runs when it is posted. The thread works while the host waits, or posts nothing for
+// a while. Of the streams that can go on, it takes the one with the highest turn. Before it takes another than the
+// highest of all, it lets the host post.
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 #include "card.h"
@@ -15,75 +21,151 @@ typedef struct Task {
   struct Task *next;
 } Task;
 
+// Tasks of a stream have numbers: of the last that was posted, the last that is over, the last that the host needs.
 typedef struct Stream {
-  int priority;
+  int priority, is_tried;
   const void *name;
   Task *first, *last;
+  uint64_t posted, over, needed, turn;
   struct Stream *next;
 } Stream;
+
+typedef enum { AT_ONCE, LATE, EARLY, DRAWN } Order;
+enum { TASKS_OF_A_TURN = 16, QUERIES_OF_A_NEED = 64, IDLE_MILLISECONDS = 300, QUIET_MILLISECONDS = 20 };
 
 static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t CHANGED = PTHREAD_COND_INITIALIZER;
 static Stream *STREAMS;
 static int QUEUED;
 static pid_t WORKS_FOR;
+static Order ORDER;
+static uint64_t SEED, POSTED_AT;
+
+static uint64_t milliseconds(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000ull + now.tv_nsec / 1000000;
+}
+
+static uint64_t draw(void) {
+  SEED ^= SEED << 13;
+  SEED ^= SEED >> 7;
+  SEED ^= SEED << 17;
+  return SEED;
+}
+
+// Turns are drawn. Late: other streams come after the default one, in which the engine computes. Early: before it.
+static uint64_t new_turn(const Stream *stream) {
+  int is_default = (uintptr_t)stream->name <= 2;
+  if (ORDER == DRAWN || !is_default) return draw();
+  return ORDER == LATE ? UINT64_MAX : 0;
+}
 
 // The default streams are the numbers 0 to 2, not pointers; they get a queue when they need one.
 static Stream *stream_of(const void *name) {
+  pthread_mutex_lock(&LOCK);
+  Stream *found = STREAMS;
+  while (found && found->name != name) found = found->next;
+  if (!found) {
+    found = calloc(1, sizeof *found);
+    found->name = name;
+    found->turn = new_turn(found);
+    found->next = STREAMS;
+    STREAMS = found;
+  }
+  pthread_mutex_unlock(&LOCK);
+  return found;
+}
+
+static int is_over(const Stream *stream, uint64_t number) {
+  return __atomic_load_n(&stream->over, __ATOMIC_ACQUIRE) >= number;
+}
+
+static int is_quiet(uint64_t for_milliseconds) {
+  return ORDER == AT_ONCE || milliseconds() - POSTED_AT > for_milliseconds;
+}
+
+static int is_working(void) {
+  if (is_quiet(IDLE_MILLISECONDS)) return 1;
   for (Stream *each = STREAMS; each; each = each->next)
-    if (each->name == name) return each;
-  Stream *made = calloc(1, sizeof *made);
-  made->name = name;
-  made->next = STREAMS;
-  STREAMS = made;
-  return made;
+    if (each->over < each->needed) return 1;
+  return 0;
+}
+
+static Stream *next_stream(void) {
+  Stream *found = NULL, *highest = STREAMS;
+  for (Stream *each = STREAMS; each; each = each->next) {
+    if (each->turn > highest->turn) highest = each;
+    if (each->first && !each->is_tried && (!found || each->turn > found->turn)) found = each;
+  }
+  return !found || found->turn == highest->turn || is_quiet(QUIET_MILLISECONDS) ? found : NULL;
+}
+
+static void pop(Stream *stream) {
+  Task *task = stream->first;
+  stream->first = task->next;
+  if (!stream->first) stream->last = NULL;
+  free(task);
+  QUEUED--;
+  __atomic_store_n(&stream->over, stream->over + 1, __ATOMIC_RELEASE);
+  int changes = ORDER == DRAWN && draw() % TASKS_OF_A_TURN == 0;
+  for (Stream *each = STREAMS; each; each = each->next) {
+    each->is_tried = 0;
+    if (changes && draw() % 2) each->turn = new_turn(each);
+  }
+  pthread_cond_broadcast(&CHANGED);
+}
+
+static void rest(int microseconds) {
+  pthread_mutex_unlock(&LOCK);
+  usleep(microseconds);
+  pthread_mutex_lock(&LOCK);
 }
 
 static void *work(void *unused) {
   pthread_mutex_lock(&LOCK);
   for (;;) {
     while (!QUEUED) pthread_cond_wait(&CHANGED, &LOCK);
-    int moved = 0;
-    for (Stream *each = STREAMS; each; each = each->next) {
-      Task *task = each->first;
-      if (!task) continue;
-      // The task stays first while it runs, so that later posts queue behind it.
-      pthread_mutex_unlock(&LOCK);
-      int is_over = task->step(task->what);
-      pthread_mutex_lock(&LOCK);
-      if (!is_over) continue;
-      each->first = task->next;
-      if (!each->first) each->last = NULL;
-      free(task);
-      QUEUED--;
-      moved = 1;
-      pthread_cond_broadcast(&CHANGED);
+    Stream *stream = is_working() ? next_stream() : NULL;
+    if (!stream) {
+      for (Stream *each = STREAMS; each; each = each->next) each->is_tried = 0;
+      rest(50);
+      continue;
     }
-    if (moved) continue;
+    // The task stays first while it runs, so that later posts queue behind it.
+    Task *task = stream->first;
     pthread_mutex_unlock(&LOCK);
-    usleep(50);
+    stream->is_tried = !task->step(task->what);
     pthread_mutex_lock(&LOCK);
+    if (!stream->is_tried) pop(stream);
   }
   return NULL;
 }
 
-void card_queue(const void *name, Step step, void *what) {
+// Returns the number of the task.
+static uint64_t put(Stream *stream, Step step, void *what) {
   pthread_mutex_lock(&LOCK);
-  Stream *stream = stream_of(name);
-  int is_free = !stream->first;
+  int runs = ORDER == AT_ONCE && !stream->first;
   pthread_mutex_unlock(&LOCK);
   // Only the host that posts to a stream could queue something meanwhile.
-  if (is_free && step(what)) return;
+  runs = runs && step(what);
+  pthread_mutex_lock(&LOCK);
+  uint64_t number = ++stream->posted;
+  if (runs) {
+    stream->over++;
+    pthread_mutex_unlock(&LOCK);
+    return number;
+  }
   Task *task = calloc(1, sizeof *task);
   task->step = step;
   task->what = what;
-  pthread_mutex_lock(&LOCK);
   if (stream->last)
     stream->last->next = task;
   else
     stream->first = task;
   stream->last = task;
   QUEUED++;
+  POSTED_AT = milliseconds();
   if (WORKS_FOR != getpid()) {
     pthread_t thread;
     WORKS_FOR = getpid();
@@ -91,26 +173,54 @@ void card_queue(const void *name, Step step, void *what) {
   }
   pthread_cond_broadcast(&CHANGED);
   pthread_mutex_unlock(&LOCK);
+  return number;
+}
+
+void card_queue(const void *name, Step step, void *what) {
+  put(stream_of(name), step, what);
+}
+
+static void need(Stream *stream, uint64_t number) {
+  pthread_mutex_lock(&LOCK);
+  if (stream->needed < number) stream->needed = number;
+  pthread_mutex_unlock(&LOCK);
+}
+
+// Wait without Python's lock: the values of operators need it.
+static void wait_for(Stream *stream, uint64_t number) {
+  if (is_over(stream, number)) return;
+  int (*has_lock)(void) = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+  void *(*leave)(void) = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+  void (*enter)(void *) = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+  void *python = has_lock && has_lock() ? leave() : NULL;
+  need(stream, number);
+  pthread_mutex_lock(&LOCK);
+  while (stream->over < number) pthread_cond_wait(&CHANGED, &LOCK);
+  pthread_mutex_unlock(&LOCK);
+  if (python) enter(python);
 }
 
 void card_wait_for_stream(const void *name) {
-  pthread_mutex_lock(&LOCK);
   Stream *stream = stream_of(name);
-  while (stream->first) pthread_cond_wait(&CHANGED, &LOCK);
-  pthread_mutex_unlock(&LOCK);
+  wait_for(stream, stream->posted);
 }
 
 void card_wait_for_all(void) {
+  for (Stream *each = STREAMS; each; each = each->next) wait_for(each, each->posted);
+}
+
+// Execute what is posted later in an order: "late", "early", a seed, or "" for none.
+void card_order(const char *order) {
+  card_wait_for_all();
   pthread_mutex_lock(&LOCK);
-  while (QUEUED) pthread_cond_wait(&CHANGED, &LOCK);
+  ORDER = !*order ? AT_ONCE : !strcmp(order, "late") ? LATE : !strcmp(order, "early") ? EARLY : DRAWN;
+  SEED = (strtoull(order, NULL, 10) + 1) * 0x9E3779B97F4A7C15ull;
+  for (Stream *each = STREAMS; each; each = each->next) each->turn = new_turn(each);
   pthread_mutex_unlock(&LOCK);
 }
 
-static int is_busy(const void *name) {
-  pthread_mutex_lock(&LOCK);
-  int found = stream_of(name)->first != NULL;
-  pthread_mutex_unlock(&LOCK);
-  return found;
+int card_has_order(void) {
+  return ORDER != AT_ONCE;
 }
 
 extern cudaError_t card_failed(cudaError_t error);
@@ -122,14 +232,9 @@ cudaError_t cudaDeviceSynchronize(void) {
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
-  Stream *made = calloc(1, sizeof *made);
+  Stream *made = stream_of(calloc(1, 1));
   made->priority = priority;
-  made->name = made;
-  pthread_mutex_lock(&LOCK);
-  made->next = STREAMS;
-  STREAMS = made;
-  pthread_mutex_unlock(&LOCK);
-  *stream = (cudaStream_t)made;
+  *stream = (cudaStream_t)made->name;
   return 0;
 }
 
@@ -142,7 +247,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  return is_busy(stream) ? card_failed(cudaErrorNotReady) : 0;
+  Stream *asked = stream_of(stream);
+  return is_over(asked, asked->posted) ? 0 : card_failed(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -152,7 +258,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
-  *priority = (uintptr_t)stream > 2 ? ((Stream *)stream)->priority : 0;
+  *priority = stream_of(stream)->priority;
   return 0;
 }
 
@@ -191,47 +297,38 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
   return 0;
 }
 
-// ---- events. An event is over when its last record has run; who uses it keeps it.
+// ---- events. An event is a task's number in its stream; its time is that of its last record.
 typedef struct {
-  uint64_t recorded, over;
+  Stream *stream;
+  uint64_t number;
   struct timespec at;
-  int users;
+  int users, queries;
 } Event;
 
 typedef struct {
-  Event *event;
+  Stream *stream;
   uint64_t number;
 } Mark;
 
+static int has_happened(const Event *event) {
+  return !event->stream || is_over(event->stream, event->number);
+}
+
+// Who uses an event keeps it.
 static void leave(Event *event) {
   if (__atomic_sub_fetch(&event->users, 1, __ATOMIC_ACQ_REL) == 0) free(event);
 }
 
-static Mark *mark(Event *event) {
-  Mark *made = malloc(sizeof *made);
-  *made = (Mark){event, event->recorded};
-  __atomic_add_fetch(&event->users, 1, __ATOMIC_ACQ_REL);
-  return made;
-}
-
-static int is_over(const Event *event, uint64_t number) {
-  return __atomic_load_n(&event->over, __ATOMIC_ACQUIRE) >= number;
-}
-
 static int record(void *task) {
-  Mark *it = task;
-  clock_gettime(CLOCK_MONOTONIC, &it->event->at);
-  __atomic_store_n(&it->event->over, it->number, __ATOMIC_RELEASE);
-  leave(it->event);
-  free(it);
+  clock_gettime(CLOCK_MONOTONIC, &((Event *)task)->at);
+  leave(task);
   return 1;
 }
 
 static int passed(void *task) {
-  Mark *it = task;
-  if (!is_over(it->event, it->number)) return 0;
-  leave(it->event);
-  free(it);
+  Mark *mark = task;
+  if (!is_over(mark->stream, mark->number)) return 0;
+  free(mark);
   return 1;
 }
 
@@ -252,8 +349,11 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
-  ((Event *)event)->recorded++;
-  card_queue(stream, record, mark((Event *)event));
+  Event *it = (Event *)event;
+  __atomic_add_fetch(&it->users, 1, __ATOMIC_ACQ_REL);
+  it->stream = stream_of(stream);
+  it->number = put(it->stream, record, it);
+  it->queries = 0;
   return 0;
 }
 
@@ -262,17 +362,26 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-  card_queue(stream, passed, mark((Event *)event));
+  Event *it = (Event *)event;
+  if (has_happened(it)) return 0;
+  Mark *mark = malloc(sizeof *mark);
+  *mark = (Mark){it->stream, it->number};
+  card_queue(stream, passed, mark);
   return 0;
 }
 
+// Torch's allocator asks with its lock held, so a query does not wait. Who asks again and again is given what it needs.
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return is_over((Event *)event, ((Event *)event)->recorded) ? 0 : card_failed(cudaErrorNotReady);
+  Event *it = (Event *)event;
+  if (has_happened(it)) return 0;
+  if (++it->queries >= QUERIES_OF_A_NEED) need(it->stream, it->number);
+  return card_failed(cudaErrorNotReady);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   card_note(WAIT, "cudaEventSynchronize", NULL, 0);
-  while (!is_over((Event *)event, ((Event *)event)->recorded)) usleep(20);
+  Event *it = (Event *)event;
+  if (it->stream) wait_for(it->stream, it->number);
   return 0;
 }
 
