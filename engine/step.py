@@ -36,7 +36,7 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.quantities.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import count_labels
-from triaxis.engine.device.host_copy import ToHost, to_device
+from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.kernels.registry import Kernels
@@ -103,7 +103,6 @@ class Engine:
         diverged: bool scalar on the device: whether a step has diverged (`Skip`). While it is True, no step updates anything. With
             `resilience.on_nonfinite: skip`, each step sets it anew.
         loss_scale: loss scale for the next backward.
-        to_host: copier that brings a step's numbers to the host; None: the device's default.
     """
 
     config: Config
@@ -121,7 +120,6 @@ class Engine:
     count_retries: Callable[[], int]
     diverged: torch.Tensor = field(init=False)
     loss_scale: LossScale = field(init=False)
-    to_host: ToHost | None = None
 
     def __post_init__(self) -> None:
         self.diverged = torch.zeros((), dtype=torch.bool, device=self.topology.device)
@@ -264,7 +262,7 @@ class Engine:
         if load is not None and posted is not None:
             numbers["load"] = posted.wait()
             load.update(numbers["load"], skip=skip)
-        return PendingResult(numbers, limits, self.to_host)
+        return PendingResult(numbers, limits)
 
     def receive_late(self) -> bool:
         """Switch the next runs to late receives, which are posted right before their use.

@@ -9,7 +9,7 @@ import torch
 
 from triaxis.engine.comm.agreement import NO_FLAGS, StepFlags
 from triaxis.engine.config.schema.mtp import MTPConfig
-from triaxis.engine.device.host_copy import HostCopy, ToHost
+from triaxis.engine.device.host_copy import HostCopy
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.step_limits import NO_LIMITS, StepLimits
@@ -124,14 +124,11 @@ class PendingResult:
     Args:
         numbers: numbers on the device, by name (`triaxis.engine.step.Engine.update` has the list).
         limits: limits that `update` applied; `StepResult.why` names those that were exceeded.
-        to_host: copier that brings the numbers to the host; None: the device's default.
     """
 
-    def __init__(
-        self, numbers: Mapping[str, torch.Tensor], limits: StepLimits = NO_LIMITS, to_host: ToHost | None = None
-    ) -> None:
+    def __init__(self, numbers: Mapping[str, torch.Tensor], limits: StepLimits = NO_LIMITS) -> None:
         self._numbers = numbers
-        self._vector = HostCopy(pack(numbers), to_host)
+        self._vector = HostCopy(pack(numbers))
         self._limits = limits
 
     def read(self) -> StepResult:

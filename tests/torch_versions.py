@@ -63,11 +63,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
     ),
-    "launch/footprint/races/streams.py": ("torch.overrides.TorchFunctionMode",),
-    "launch/footprint/races/watch.py": (
-        "torch.utils._python_dispatch.TorchDispatchMode",
-        "torch.utils._pytree.tree_iter",
-    ),
     "engine/kernels/attention.py": ("torch.nn.attention.SDPBackend", "torch.nn.attention.sdpa_kernel"),
     "engine/kernels/attention_trials.py": ("torch._subclasses.FakeTensor",),
     "engine/kernels/fusion.py": ("torch._dynamo.maybe_mark_dynamic",),

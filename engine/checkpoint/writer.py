@@ -11,7 +11,7 @@ The thread issues no collective and touches no training tensor. A failed write i
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -57,8 +57,6 @@ class RankWriter:
         in_background: whether to write from a copy in host memory; if False, training must wait while the live state is written.
         on_retry: function (error), called in the thread at each retry.
         page_lock: page lock for the copy's host memory; None: the device's default.
-        to_host: copier into host memory; None: the device's default.
-        thread: executor for the write; None: a new thread.
 
     Raises:
         OutOfMemoryError: there is no host memory for the copy.
@@ -71,17 +69,14 @@ class RankWriter:
         in_background: bool,
         on_retry: Callable[[OSError], None],
         page_lock: PageLock | None = None,
-        *,
-        to_host: ToHost | None = None,
-        thread: Executor | None = None,
     ) -> None:
         self._buckets = saved_buckets(optimizer)
         self._kinds = optimizer.state_kinds
         self._name = f"rank_{rank:05d}"
         self._on_retry = on_retry
-        self._thread = thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         device = optimizer.buffers.device
-        self._to_host: ToHost = to_host or (FromCuda() if device.type == "cuda" else FromCpu())
+        self._to_host: ToHost = FromCuda() if device.type == "cuda" else FromCpu()
         live = [{kind: owned.state.stored(kind) for kind in owned.state.kinds} for owned in self._buckets]
         self._sources: Sequence[dict[Kind, StoredState]] = live
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []

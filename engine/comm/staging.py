@@ -15,8 +15,8 @@ fails tests on the CPU too.
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -136,23 +136,14 @@ class Staging:
     """`Carrier` whose worker thread makes one process group's calls on host copies of tensors.
 
     Args:
-        cuda: object that provides streams and events as torch.cuda does; None: torch.cuda on a GPU, and no streams elsewhere.
-        worker: executor that makes the calls; None: a new thread.
         page_lock: object that locks the pages of the copies' host memory; None: the default for the device.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        page_lock: PageLock | None = None,
-        cuda: Any = None,
-        worker: Executor | None = None,
-    ) -> None:
-        self._worker = worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+    def __init__(self, device: torch.device, page_lock: PageLock | None = None) -> None:
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._pool = PinnedPool(page_lock or page_lock_of(device), PURPOSE)
         self._device = device
-        self._cuda = cuda or (torch.cuda if device.type == "cuda" else None)
-        self._side = None if self._cuda is None else self._cuda.Stream(device)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
         """Make `call` on host copies of its tensors, after all calls that were posted before.
@@ -180,7 +171,7 @@ class Staging:
 
         posted = self._worker.submit(make_the_call)
         rooms = _Rooms(self._pool, list(vectors.values()), len(uses))
-        event = None if self._cuda is None else self._event
+        event = None if self._side is None else self._event
         return [
             StagedWork(posted, place, [(tensor, stand_ins[id(tensor)]) for tensor in use.written], rooms, event)
             for place, use in enumerate(uses)
@@ -193,8 +184,7 @@ class Staging:
 
     def _event(self) -> torch.cuda.Event:
         """Record an event on the current stream."""
-        assert self._cuda is not None
-        return cast(torch.cuda.Event, self._cuda.current_stream(self._device).record_event())
+        return torch.cuda.current_stream(self._device).record_event()
 
     def _lend(self, tensor: torch.Tensor) -> None:
         """Keep the tensor's memory from reuse until the side stream has copied it, even if its owner frees it."""
@@ -206,14 +196,14 @@ class Staging:
 
         If there are no streams, as on a CPU, the returned function makes the copies instead.
         """
-        if self._cuda is None or self._side is None:
+        if self._side is None:
             return lambda: _copy(copies)
         if not copies:
             return lambda: None
-        self._side.wait_stream(self._cuda.current_stream(self._device))
-        with self._cuda.stream(self._side):
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
             _copy(copies)
-            done = self._cuda.Event()
+            done = torch.cuda.Event()
             done.record(self._side)
         for _, tensor in copies:
             self._lend(tensor)

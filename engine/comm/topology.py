@@ -24,7 +24,7 @@ group has its own staging (`triaxis.engine.comm.staging`).
 All connections that a step uses are opened here, so that no call in a step blocks the host to connect.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from datetime import timedelta
 from typing import Any
@@ -83,8 +83,6 @@ class Topology:
         has_experts: whether the model has layers with experts.
         staged: whether calls copy tensors through host memory; None: yes if the default group is gloo's and this rank is on a GPU.
         timeout: time limit for a call on any group; None: torch's default for the backend.
-        carrier: function (name, ledger) -> `Carrier`, through which a process group's calls go. Several axes may share the group;
-            the name is the first one's. A race check passes its own; None: `Staging` if `staged`.
 
     Attributes:
         staged: whether calls copy tensors through host memory.
@@ -103,7 +101,6 @@ class Topology:
         has_experts: bool = False,
         staged: bool | None = None,
         timeout: timedelta | None = None,
-        carrier: Callable[[str, Ledger], Carrier] | None = None,
     ) -> None:
         if grid.world_size > 1 and dist.get_world_size() != grid.world_size:
             raise TopologyError(
@@ -119,7 +116,6 @@ class Topology:
         if staged is None:
             staged = grid.world_size > 1 and device.type == "cuda" and dist.get_backend() == "gloo"
         self.staged = staged
-        self._make_carrier = carrier or ((lambda name, ledger: Staging(device)) if staged else None)
         self._carriers: dict[dist.ProcessGroup, Carrier] = {}
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
@@ -159,8 +155,8 @@ class Topology:
                 self._groups[key] = created
             group = self._groups[key]
             # One for all axes on a process group, because its calls have one order.
-            if self._make_carrier is not None and group not in self._carriers:
-                self._carriers[group] = self._make_carrier(name, self.ledger)
+            if self.staged and group not in self._carriers:
+                self._carriers[group] = Staging(self.device)
             carrier = self._carriers.get(group)
         self._axes[name] = Axis(name, ranks, self.rank, group, self.ledger, carrier)
         if name not in CONNECTED_LATER:

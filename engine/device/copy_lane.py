@@ -22,29 +22,24 @@ class CopyLane(Protocol):
 
 
 class SideStream:
-    """A copy lane that uses a GPU's side stream.
+    """A copy lane that uses a GPU's side stream."""
 
-    Args:
-        cuda: module with streams and events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
-    """
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.cuda = cuda
-        self.stream = cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        self.stream.wait_stream(self.cuda.current_stream(self.device))
-        with self.cuda.stream(self.stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
-            mark = self.cuda.Event()
+            mark = torch.cuda.Event()
             mark.record()
         return mark
 
     def wait(self, mark: Mark) -> None:
         assert mark is not None
-        self.cuda.current_stream(self.device).wait_event(mark)
+        torch.cuda.current_stream(self.device).wait_event(mark)
 
 
 class InPlace:

@@ -33,14 +33,7 @@ class ToHost(Protocol):
 
 
 class FromCuda:
-    """A copier from a GPU into pinned memory, on the GPU's current stream.
-
-    Args:
-        cuda: module with CUDA events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
-    """
-
-    def __init__(self, cuda: Any = torch.cuda) -> None:
-        self._cuda = cuda
+    """A copier from a GPU into pinned memory, on the GPU's current stream."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         # torch's allocator rounds to a power of two, and keeps the memory until the copy is made.
@@ -49,7 +42,7 @@ class FromCuda:
     def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         for destination, source in copies:
             destination.copy_(source, non_blocking=True)
-        mark = self._cuda.Event()
+        mark = torch.cuda.Event()
         mark.record()
         return mark
 
@@ -62,13 +55,13 @@ class HostCopy:
 
     Args:
         vector: 1-D tensor, which nobody may change afterwards.
-        to_host: copier for the vector; None: the device's default, which leaves a CPU vector in place.
     """
 
-    def __init__(self, vector: torch.Tensor, to_host: ToHost | None = None) -> None:
+    def __init__(self, vector: torch.Tensor) -> None:
         self._values = vector
         self._mark: Any = None
-        self._to_host = to_host or (FromCuda() if vector.is_cuda else None)
+        # A CPU vector stays in place.
+        self._to_host = FromCuda() if vector.is_cuda else None
         if self._to_host is not None:
             self._values = self._to_host.room(vector)
             self._mark = self._to_host.post([(self._values, vector)])

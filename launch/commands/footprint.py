@@ -47,7 +47,6 @@ EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --output step.json
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
-  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
   triaxis footprint configs/gpt_tiny.yaml --measured
   triaxis footprint configs/llama3_8b.yaml --gpus 64 --ladder
 
@@ -59,24 +58,19 @@ With documents, windows or cp, kernels.attention=varlen takes the GPU's. docs/fo
 
 MODES = {
     "replay": ("a replay is of the calls of all ranks", "rank", "real"),
-    "races": ("races are searched in other steps", "replay", "real", "full"),
-    "measured": (
-        "all ranks run a real step",
-        *("rank", "replay", "real", "full", "races", "json", "output", "world_size"),
-    ),
-    "ladder": ("the ladder predicts", "rank", "replay", "real", "full", "races", "measured"),
+    "measured": ("all ranks run a real step", "rank", "replay", "real", "full", "json", "output", "world_size"),
+    "ladder": ("the ladder predicts", "rank", "replay", "real", "full", "measured"),
 }
 """Options that run something else than a rank's step, with what they run and the options that do nothing with them."""
 SHOWN_OPS = 4
 REAL_STEPS = 3
 MOST_RANKS_OF_A_WHOLE_REPLAY = 16
 """Up to this many ranks, each rank is run; in a larger layout one rank represents its stage."""
-NO_RACES, RACES = 0, 1
 DEVICE = "H100"
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = "triaxis footprint CONFIG [--real | --races | --replay | --measured | --ladder] [options]"
+    parser.usage = "triaxis footprint CONFIG [--real | --replay | --measured | --ladder] [options]"
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "the run to examine")
     add_world_size(parser, "ranks of the run, from which parallel.dp follows where it is open")
@@ -96,11 +90,6 @@ def add_arguments(parser: CommandParser) -> None:
         help="then run the rank's steps on the GPU (or CPU) that is here: its kernels, allocator and time, without a network",
     )
     parser.add_argument(
-        "--races",
-        action="store_true",
-        help="instead: run steps on the CPU with a small model and find races between the streams of a GPU run (exit code 1)",
-    )
-    parser.add_argument(
         "--measured",
         action="store_true",
         help="instead: start all ranks for a real step; compare bytes and calls per axis with the prediction (exit code 1)",
@@ -115,13 +104,12 @@ def add_arguments(parser: CommandParser) -> None:
         "--gpu-kind", metavar="GPU", help=f"with --ladder: GPUs that the run is predicted for (default: {DEVICE})"
     )
     add_dry_run(parser, "with --measured: print the launch line; start nothing")
-    parser.add_argument("--full-size", action="store_true", help="with --races: the config's own sizes, not small ones")
     add_json(parser)
     add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print ranks' footprints or ZeRO stages, replay calls, find races, or measure a real step. Returns the exit code."""
+    """Print ranks' footprints or ZeRO stages, replay calls, or measure a real step. Returns the exit code."""
     refuse(_problems(args))
     if args.measured:
         overrides = [*args.overrides, *(layout_overrides(args.layout) if args.layout else [])]
@@ -129,8 +117,6 @@ def run(args: argparse.Namespace) -> int:
         return launch(Request(args.config, tuple(overrides), args.dry_run, worker=worker, trains=True), os.environ)
     check_counts(world_size=args.world_size)
     config = read_config(args)
-    if args.races:
-        return _races(config, args)
     if args.ladder:
         return _ladder(config, args)
     # torch is imported only here, so that `--help` and mistakes are answered at once.
@@ -174,8 +160,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--gpu-kind without --ladder: nothing else is predicted for a kind of GPU. Leave it out, or add --ladder."
     if args.dry_run and not args.measured:
         yield "--dry-run without --measured: no ranks are started, so there is no line to print. Leave it out, or add --measured."
-    if args.full_size and not args.races:
-        yield "--full-size without --races: a footprint has the config's own sizes. Leave it out, or add --races."
 
 
 def _ladder(config: Config, args: argparse.Namespace) -> int:
@@ -191,23 +175,6 @@ def _ladder(config: Config, args: argparse.Namespace) -> int:
         console.print(note, markup=False)
     print_json(args, {"layout": str(sizes), **found.as_json()}, args.output)
     return 0
-
-
-def _races(config: Config, args: argparse.Namespace) -> int:
-    from triaxis.launch.footprint.races.run import check_races, config_to_check, not_exercised
-
-    begin = time.monotonic()
-    config = config_to_check(config, small=not args.full_size)
-    sizes = parallel_sizes(config)
-    size = "its own size" if args.full_size else "a small model"
-    print(f"two steps, a save and a validation of ranks of {sizes}, with {size} ...", file=sys.stderr)
-    console = Console(highlight=False, soft_wrap=True)
-    found, left_out = check_races(console, config, args.rank), list(not_exercised(config))
-    for line in ("not exercised:", *(f"  {each}" for each in left_out)):
-        console.print(line, markup=False)
-    print(f"{time.monotonic() - begin:.1f} seconds", file=sys.stderr)
-    print_json(args, {"layout": str(sizes), "ranks": found, "not_exercised": left_out}, args.output)
-    return RACES if any(rank["races"] for rank in found) else NO_RACES
 
 
 def read_config(args: argparse.Namespace) -> Config:

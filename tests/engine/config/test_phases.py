@@ -219,7 +219,7 @@ def test_every_phase_is_checked_against_the_cluster() -> None:
 
 
 def test_a_phase_can_be_a_run_of_its_own() -> None:
-    """As `verify`, `try` and the search for races make one of the phase that a config is in."""
+    """As `verify` and `try` make one of the phase that a config is in."""
     there = at_phase(phased(f"[{{name: main, until: 5000}}, {LONGER}]"), "longer")
     tree = there.model_dump(mode="json")
     as_a_run(tree, 3)

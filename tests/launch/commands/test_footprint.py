@@ -1,24 +1,16 @@
 """`triaxis footprint`: the tables a person reads, the numbers a script reads."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.launch.command_line import ROOT
-from triaxis.engine.comm.backends import Pending
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.schema.dotted import with_value
-from triaxis.engine.kernels.fp8.recipes import Quantised
-from triaxis.engine.linear.fp8_gemms import Fp8Gemms
-from triaxis.engine.optimizer.bucket import Bucket
-from triaxis.engine.pipeline.p2p import Transport
 from triaxis.engine.telemetry.outlets.format import gigabytes
-from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.launch.cli import main
 from triaxis.launch.footprint.ladder import ladder
 from triaxis.models.predict.rank_memory import KINDS
@@ -76,93 +68,6 @@ def test_all_ranks_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert met["messages"] == {"pp_forward": 8, "pp_backward": 8}
 
 
-def test_races(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "races.json"
-    command = [*COMMAND, "--layout", "pp=2,dp=1", "--races", "kernels.attention=cudnn", "--output", str(path)]
-    assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("rank 0 (pp 0, dp 0, tp 0): 0 races in ") and lines[2] == "not exercised:"
-    assert lines[4] == "  calls over tp, cp, dp: one rank each in this layout"
-    assert json.loads(path.read_text())["not_exercised"] == [line.strip() for line in lines[3:]]
-    monkeypatch.setattr(Transport, "take", lambda self, key: self._arriving.pop(key)._result)
-    assert main([*command, "--rank", "1"]) == 1
-    out = capsys.readouterr().out
-    assert (
-        "unordered read of " in out and "recv (pp_forward, activations) on the pp_forward communicator's stream" in out
-    )
-    (rank,) = json.loads(path.read_text())["ranks"]
-    assert rank["rank"] == 1 and rank["races"][0]["second"]["stream"] == "the computation's stream"
-
-
-def order_rows_before_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = Pending.wait
-
-    def of_others(self: Pending) -> torch.Tensor:
-        if self._written is not None and self._written[1].op == "all_to_all_rows":
-            self._work = ()
-        return wait(self)
-
-    monkeypatch.setattr(Pending, "wait", of_others)
-
-
-def reduce_experts_before_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Bucket._begin_round
-
-    def at_once(self: Bucket, parameter: ShardedParameter) -> None:
-        begin(self, parameter)
-        if self.owners.name == "expert_dp":
-            self.owners.reduce_scatter(self.grads, "gradients", out=self.own_part)
-
-    monkeypatch.setattr(Bucket, "_begin_round", at_once)
-
-
-def round_weights_before_they_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at_once(self: Fp8Gemms) -> list[tuple[Quantised, Quantised]]:
-        matrices, fp8 = self.weights.values.now().views, self.form.fp8
-        scale = self._largest(matrices, "weight", over_tp=True, over_cp=False)
-        copies = [(fp8.weight(each, scale), fp8.weight(each.t(), scale)) for each in matrices]
-        self.weights.complete()
-        return copies
-
-    monkeypatch.setattr(Fp8Gemms, "copies", at_once)
-
-
-@pytest.mark.parametrize(
-    ("plant", "words", "first", "second"),
-    [
-        (
-            order_rows_before_they_come,
-            ["moe_tiny", "kernels.dispatch=all_to_all"],
-            "all-to-all-rows (experts, experts forward)",
-            "aten::index_select",
-        ),
-        (reduce_experts_before_their_gradients, ["moe_tiny"], "reduce-scatter (expert_dp, gradients)", "aten::"),
-        (
-            round_weights_before_they_are_gathered,
-            ["gpt_tiny", "precision.dtype=bf16", "precision.fp8.recipe=tensorwise"],
-            "all-gather (dp, parameters)",
-            "aten::",
-        ),
-    ],
-    ids=lambda given: getattr(given, "__name__", ""),
-)
-def test_the_plain_command_finds_a_planted_race(
-    plant: Callable[[pytest.MonkeyPatch], None],
-    words: list[str],
-    first: str,
-    second: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = tmp_path / "races.json"
-    command = ["footprint", *words, "--races", "--output", str(path)]
-    assert main(command) == 0
-    plant(monkeypatch)
-    assert main(command) == 1
-    races = [race for rank in json.loads(path.read_text())["ranks"] for race in rank["races"]]
-    assert any(race["first"]["name"] == first and race["second"]["name"].startswith(second) for race in races), races
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -170,8 +75,6 @@ def test_the_plain_command_finds_a_planted_race(
         (["parallel.dp=null"], "parallel.dp is open"),
         (["--layout", "tp=0"], "parallel.tp"),
         (["--replay", "--rank", "1"], "Leave one out"),
-        (["--races", "--replay"], "races are searched in other steps"),
-        (["--full-size"], "or add --races"),
         (["--ladder", "--replay"], "the ladder predicts, and --replay would do nothing"),
         (["--ladder", "--gpu-kind", "abacus"], "abacus is no GPU with known links and rates"),
         (["--gpu-kind", "A100"], "or add --ladder"),

@@ -1,1 +1,0 @@
-"""Find races between streams, on the CPU."""
