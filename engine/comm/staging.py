@@ -163,6 +163,7 @@ class Staging:
         copies = [(stand_ins[key], tensor) for key, tensor in read.items()]
         ready = self._copying(copies)
 
+        # It keeps the tensors until the copies are done, so their memory is not used again before.
         def make_the_call() -> Sequence[Work]:
             ready()
             works = call(lambda tensor: stand_ins[id(tensor)])
@@ -186,11 +187,6 @@ class Staging:
         """Record an event on the current stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
-    def _lend(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor's memory from reuse until the side stream has copied it, even if its owner frees it."""
-        assert self._side is not None
-        tensor.record_stream(self._side)
-
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
         """Begin to copy each tensor to its stand-in in host memory. Return a function that waits for these copies.
 
@@ -205,8 +201,6 @@ class Staging:
             _copy(copies)
             done = torch.cuda.Event()
             done.record(self._side)
-        for _, tensor in copies:
-            self._lend(tensor)
         return lambda: done.synchronize()
 
 

@@ -229,11 +229,6 @@ NEEDLESS: dict[str, tuple[str, Plant, str]] = {
         Put(Pending, "__init__", lambda init, self, *given, **named: init(self, *given, **named | {"keep": ()})),
         BY_TORCH,
     ),
-    "gloo: freed memory": (
-        "gloo",
-        Put(Staging, "_lend", lambda was, staging, tensor: None),
-        "the call holds the tensors, and the thread that makes it waits for the copies first",
-    ),
     "step: load of experts": ("ep", NoWait("Engine.update", "load"), BY_ORDER),
 }
 """The same, and why no order sees it."""
