@@ -34,10 +34,10 @@ _CONTEXT.set_forkserver_preload(["tests.preload"])
 
 
 def compiler() -> pytest.MarkDecorator:
-    """Mark a test in which torch.compile makes kernels for the CPU."""
+    """Mark a test in which inductor makes kernels for the CPU."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     is_missing = shutil.which(os.environ.get("CXX", "g++")) is None or not headers.exists()
-    reason = "torch.compile needs a C++ compiler and Python's headers (apt-get install g++ python3-dev)"
+    reason = "inductor needs a C++ compiler and Python's headers (apt-get install g++ python3-dev)"
     return skip_where(is_missing, reason)
 
 

@@ -65,7 +65,17 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "engine/kernels/attention.py": ("torch.nn.attention.SDPBackend", "torch.nn.attention.sdpa_kernel"),
     "engine/kernels/attention_trials.py": ("torch._subclasses.FakeTensor",),
-    "engine/kernels/fusion.py": ("torch._dynamo.maybe_mark_dynamic",),
+    "engine/kernels/inductor.py": (
+        "torch._dynamo.source.ConstantSource",
+        "torch._guards.TracingContext",
+        "torch._guards.tracing",
+        "torch._inductor.compile",
+        "torch._subclasses.FakeTensorMode",
+        "torch.fx.experimental.proxy_tensor.make_fx",
+        "torch.fx.experimental.symbolic_shapes.DimDynamic",
+        "torch.fx.experimental.symbolic_shapes.SYMPY_INTERP",
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+    ),
     "engine/kernels/fp8/products.py": ("torch.ops.aten._scaled_mm",),
     "engine/kernels/activations.py": (
         "torch.ops.aten.gelu_backward.grad_input",

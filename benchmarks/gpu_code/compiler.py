@@ -1,6 +1,6 @@
 """Triton code of one function for a GPU that is not here: written by inductor, run on tensors without memory, assembled by ptxas.
 
-    function, shapes  ->  torch.compile on the CPU, up to inductor's own compiler   ->  every tensor moves to `cuda`
+    function, shapes  ->  a graph by tracing on the CPU, up to inductor's own compiler  ->  every tensor moves to `cuda`
                       ->  inductor writes Triton kernels and the Python that launches them
                       ->  that Python runs on meta tensors: each launch, and the tensors that it is given
                       ->  triton compiles each kernel in every configuration that inductor would measure; ptxas counts registers
@@ -11,7 +11,7 @@ Nothing is launched. What needs a card stays unknown: which configuration is the
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from io import StringIO
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import torch
 import triton
-from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import detect_fake_mode
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
@@ -39,7 +38,7 @@ from benchmarks.gpu_code.cases import cases
 from benchmarks.gpu_code.step import FusedCall, TensorSpec, record_step
 from benchmarks.gpu_code.table import GpuCode
 from benchmarks.host_calls import is_view
-from triaxis.engine.kernels.fusion import compiled
+from triaxis.engine.kernels.inductor import CompiledFunction
 
 CUDA = torch.device("cuda", 0)
 
@@ -159,19 +158,17 @@ class Compiler:
                     compile_fx.compile_fx_inner(graph, moved, **options)
             raise _WrittenError
 
-        def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        def written_code(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
             return compile_fx.compile_fx(graph, inputs, inner_compile=inner)
 
-        # Compiled once, and not found in a cache: there its code would not be written.
-        torch._dynamo.reset()
-        made = compiled(call.function, call.lengths, backend=backend)
         arguments = tree_map(lambda each: each.empty() if isinstance(each, TensorSpec) else each, call.arguments)
-        with inductor_config.patch(fx_graph_cache=False, compile_threads=1):
-            try:
-                made(*arguments)
-            except BackendCompilerFailed as error:
-                if not isinstance(error.inner_exception, _WrittenError):
-                    raise
+        # Not found in a cache: there its code would not be written.
+        with (
+            inductor_config.patch(fx_graph_cache=False, compile_threads=1),
+            patch.object(torch._inductor, "compile", written_code),
+            suppress(_WrittenError),
+        ):
+            CompiledFunction(call.function, call.lengths)(*arguments)
         (code,) = found
         return code
 

@@ -131,7 +131,7 @@ def flight_recorder(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Build the environment variable that sets a rank's number of torch.compile workers.
+    """Build the environment variable that sets a rank's number of compiler workers.
 
     If ranks share cores, each rank gets an equal part of them. A rank with cores of its own (srun --cpus-per-task) uses all of
     them. Return {} if the user has set the variable.

@@ -178,7 +178,7 @@ def _write_gradient(
     softcap: float | None,
     z_loss: float,
 ) -> None:
-    """Overwrite logits z [tokens, v] with `LocalTargets.write_gradient`'s gradient, in a form for torch.compile."""
+    """Overwrite logits z [tokens, v] with `LocalTargets.write_gradient`'s gradient, in a form for inductor."""
     columns = torch.arange(z.shape[1], device=z.device)
     is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
     softmax = _exp_of_difference(z, log_sum)

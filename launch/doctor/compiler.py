@@ -1,6 +1,6 @@
 """Look for the tools that compile a run's kernels on this node, a C compiler and Python's headers.
 
-    torch.compile  ->  triton  ->  a launcher for each kernel, built by gcc or clang with Python.h
+    inductor       ->  triton  ->  a launcher for each kernel, built by gcc or clang with Python.h
 
 If one is missing, `auto` kernels run operator by operator, several times slower on a GPU.
 """

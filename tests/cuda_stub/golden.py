@@ -87,7 +87,7 @@ def text_of(name: str, calls: Path) -> str:
             dist.init_process_group("nccl", rank=0, world_size=size, store=dist.HashStore())
         topology = Topology(grid, 0, device, kv_heads=model.kv_heads, has_experts=model.has_experts)
     library().card_values(1)
-    with patch.object(fusion, "compiled", with_values(fusion.compiled)), Values():
+    with patch.object(fusion, "CompiledFunction", with_values(fusion.CompiledFunction)), Values():
         kernels = open_kernels(config, topology, is_alone=True)
     library().card_values(0)
     torch.cuda.reset_peak_memory_stats(device)

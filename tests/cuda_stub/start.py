@@ -22,7 +22,7 @@ def _values_of_operators(torch: ModuleType) -> None:
 def _values_of_compiled_functions(fusion: ModuleType) -> None:
     from tests.cuda_stub import values
 
-    fusion.compiled = values.with_values(fusion.compiled)  # type: ignore[attr-defined]
+    fusion.CompiledFunction = values.with_values(fusion.CompiledFunction)  # type: ignore[attr-defined]
 
 
 AFTER: dict[str, Callable[[ModuleType], None]] = {

@@ -77,7 +77,7 @@ class Case:
     """Masters split and moments in bf16."""
     bf16_gradients: bool = False
     compiled: bool = False
-    """Elementwise functions and the optimizer by torch.compile."""
+    """Elementwise functions and the optimizer by inductor."""
     compiled_update: bool = False
     """The optimizer alone."""
     optimizer: str = "adamw"

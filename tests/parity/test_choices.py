@@ -25,13 +25,12 @@ from triaxis.engine.config.schema.kernels import KernelsConfig
 from triaxis.engine.config.schema.loss_scale import LossScaleConfig
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.attention_trials import AttentionShape
+from triaxis.engine.kernels.inductor import MOST_GRAPHS
 from triaxis.engine.kernels.registry import DeviceFacts, Trials, device_trials, resolve, try_out
 from triaxis.engine.numerics.precision import DTYPES
 
 MODEL = "experts_of_128"
 STEPS, RANKS, BATCH = 2, 2, 16
-COMPILED_SHAPES = 8
-"""For which torch compiles one function."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def test_choices_train_as_plain_operators_do(run: Run) -> None:
     """Per tensor, the difference from plain operators in the same dtype is at most twice theirs from float64."""
     results, numbers = zip(*run_ranks(run_and_count, RANKS, run.case(), weights(), timeout_seconds=600), strict=True)
     if run.dispatch == "all_to_all":
-        assert min(numbers) > COMPILED_SHAPES, "the compiler would take as many"
+        assert min(numbers) > MOST_GRAPHS["rows"], "the compiler would take as many"
     plain, exact = reference(run.dtype, run.fp8), reference("float64", run.fp8)
     wanted, wide = gradients([plain], run.dtype), gradients([exact], "float64")
     for name, grad in gradients(results, run.dtype).items():

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch._inductor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,7 +77,7 @@ def waits_and_marks(rank: int, case: Case, plant: bool) -> tuple[list[str], int]
     """Return what waits in a step and the number of its marks in the ledger; each is a part of the step's time."""
     times = TimeMarks(HostClock())
     # Compiled functions run as they are written: what they compute on the device makes nobody wait.
-    with patch.object(torch, "compile", lambda function, **options: function):
+    with patch.object(torch._inductor, "compile", lambda graph, inputs, **options: graph):
         engine, batches = build_rank(rank, case, [times])
         engine.train_step(batches.next_step(), 1e-3)
     microbatches = batches.next_step()

@@ -19,7 +19,8 @@ class KernelsConfig(Section):
         description="sdpa: torch chooses; flash, cudnn, efficient, varlen, te: that; blocks, explicit: operators",
     )
     elementwise: Literal["auto", "eager", "compiled"] = Field(
-        "auto", description="norms, RoPE, gates, dropout, cross-entropy: eager operators, or fused by torch.compile"
+        "auto",
+        description="norms, RoPE, gates, dropout, cross-entropy: eager operators, or fused by inductor, torch's compiler",
     )
     weight_grad: Literal["auto", "separate", "fused"] = Field(
         "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: a second pass adds"
@@ -29,7 +30,7 @@ class KernelsConfig(Section):
     )
     optimizer: Literal["auto", "torch", "compiled", "apex"] = Field(
         "auto",
-        description="torch's fused operator; one pass by torch.compile, for every form of state; apex's FusedAdam",
+        description="torch's fused operator; one pass by inductor, for every form of state; apex's FusedAdam",
     )
     experts: Literal["auto", "loop", "grouped"] = Field(
         "auto", description="loop: a GEMM per expert; grouped: torch's grouped GEMM (bf16, fp16, fp32)"

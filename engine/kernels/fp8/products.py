@@ -66,7 +66,7 @@ class Fp8:
 
     def amax(self, x: torch.Tensor) -> torch.Tensor:
         """Compute a tensor's largest absolute value, a scalar in the scales' dtype."""
-        return self.fusion(amax, variant=(*x.shape, *x.stride()))(x)
+        return self.fusion(amax)(x)
 
     def product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Compute A B^T + bias, summed in the accumulation dtype.
@@ -108,7 +108,7 @@ class Fp8:
         if values.is_contiguous():
             return matrix
         # Bytes are moved, so one compiled kernel serves every format.
-        data = self.fusion(in_rows, variant=(*values.shape, *values.stride()))(values.view(torch.uint8))
+        data = self.fusion(in_rows)(values.view(torch.uint8))
         return Quantised(data.view(values.dtype), matrix.inverse)
 
 

@@ -153,8 +153,7 @@ def quantise(
         largest: amax over the whole tensor if the tensor has one scale; None: computed from this matrix, or per block.
         fusion: runner for the rounding.
     """
-    kernel = fusion(round_to_fp8, variant=(*x.shape, *x.stride(), x.dtype, into, block, has_powers))
-    return Quantised(*kernel(x, largest, into, block, has_powers))
+    return Quantised(*fusion(round_to_fp8)(x, largest, into, block, has_powers))
 
 
 def round_to_fp8(
@@ -186,7 +185,7 @@ def is_bytes(x: torch.Tensor) -> bool:
 def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion) -> Quantised:
     """View bytes [rows, columns] as FP8 numbers whose one scale follows from the tensor's amax `largest`."""
     assert largest is not None, "numbers that share no scale are not kept as bytes"
-    return Quantised(x.view(into.dtype), fusion(inverse_of, variant=into)(largest, into))
+    return Quantised(x.view(into.dtype), fusion(inverse_of)(largest, into))
 
 
 def inverse_of(largest: torch.Tensor, into: Fp8Format) -> torch.Tensor:

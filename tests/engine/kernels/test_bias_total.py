@@ -90,12 +90,6 @@ in_both_forms = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> None:
-    """Compile as for one model: the compiler takes few shapes and functions for one kernel."""
-    torch.compiler.reset()
-
-
 def given(dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     return torch.randn(S, B, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()

@@ -4,16 +4,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
+import torch._inductor
 
-from tests.harness import compiler
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 from triaxis.engine.checkpoint.environment import describe_environment
@@ -316,7 +315,7 @@ def test_the_banner_names_the_choices_of_a_step() -> None:
 
 
 def test_modules_use_what_was_chosen_and_decoding_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **options: graph)
     engine, batches = build_rank(0, Case("qwen", compiled=True))
     batches.close()
     (chunk,) = engine.chunks
@@ -335,23 +334,6 @@ def test_eager_is_the_function_itself() -> None:
         return x
 
     assert Fusion("eager")(function) is function
-
-
-@compiler()
-def test_a_function_is_compiled_once_and_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Callable[..., Any]] = []
-
-    def compile_nothing(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        assert options["fullgraph"]
-        made.append(function)
-        return function
-
-    monkeypatch.setattr(torch, "compile", compile_nothing)
-    fusion = Fusion("compiled")
-    weight = torch.nn.Parameter(torch.ones(3))
-    for _ in range(3):
-        assert not fusion(torch.neg)(weight).requires_grad, "the compiler sees no leaf"
-    assert made == [torch.neg]
 
 
 @pytest.mark.slow

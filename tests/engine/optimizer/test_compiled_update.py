@@ -1,4 +1,4 @@
-"""The update that torch.compile makes of one function, against torch's fused operator, in every form of the state."""
+"""The update that inductor makes of one function, against torch's fused operator, in every form of the state."""
 
 from dataclasses import replace
 
@@ -42,12 +42,6 @@ def updated(case: Case) -> Engine:
 def _bits(engine: Engine) -> list[torch.Tensor]:
     owned = engine.optimizer.owned
     return [tensor.clone() for each in owned for tensor in (each.parameters, *each.state.beside.values())]
-
-
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> None:
-    """Compile as for one run: the compiler takes few forms of one kernel."""
-    torch.compiler.reset()
 
 
 @compiler()

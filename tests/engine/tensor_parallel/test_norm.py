@@ -95,12 +95,6 @@ EVERY_FORM = pytest.mark.parametrize(
 """Every norm; compiled outside of CI, where `test_elementwise.py` compiles one norm by itself."""
 
 
-@pytest.fixture(autouse=True)
-def _compiled_anew() -> None:
-    """Compile as for one model: the compiler takes few shapes and functions for one kernel."""
-    torch.compiler.reset()
-
-
 @EVERY_FORM
 @pytest.mark.parametrize("factor", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_sum_norm_and_gradients_are_those_of_plain_operators(name: str, form: Form, factor: float) -> None:
