@@ -20,7 +20,7 @@ class KernelsConfig(Section):
     )
     elementwise: Literal["auto", "eager", "compiled"] = Field(
         "auto",
-        description="norms, RoPE, gates, dropout, cross-entropy: eager operators, or fused by inductor, torch's compiler",
+        description="norms, RoPE, gates, dropout, cross-entropy: eager operators, or fused by inductor",
     )
     weight_grad: Literal["auto", "separate", "fused"] = Field(
         "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: a second pass adds"
