@@ -163,7 +163,7 @@ class Staging:
         copies = [(stand_ins[key], tensor) for key, tensor in read.items()]
         ready = self._copying(copies)
 
-        # It keeps the tensors until the copies are done, so their memory is not used again before.
+        # `call` refers to the tensors, and waits for the copies first: nobody gets the tensors' memory before.
         def make_the_call() -> Sequence[Work]:
             ready()
             works = call(lambda tensor: stand_ins[id(tensor)])

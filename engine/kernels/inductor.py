@@ -1,7 +1,7 @@
 """Compiles a function of tensors to inductor's graph, one for each set of shapes, and calls the graph by itself.
 
 torch.compile finds the graph of a call by guards on Python's state, which cost the host more than the graph. These functions read
-only their arguments, so shapes, strides, dtypes and constants say which graph is meant.
+only their arguments, so shapes, strides, dtypes, devices and constants say which graph is meant.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +83,7 @@ class CompiledFunction:
                 tensors.append(value.detach())
                 shape, num_open = value.shape, self._num_open(value)
                 key.append(value.dtype)
+                key.append(value.device)
                 key.append(shape[num_open:])
                 if num_open == 0:
                     key.append(value.stride())

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,6 @@ if IS_ON_STUB:
 
     os.environ.update(variables(), CARD_VALUES="1")
     import tests.cuda_stub.start  # noqa: F401
-
-    @pytest.fixture(autouse=True)
-    def nothing_compiled() -> Iterator[None]:
-        """Forget compiled functions after a test: torch compiles one at most 8 times in a process."""
-        yield
-        import torch
-
-        torch._dynamo.reset()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
