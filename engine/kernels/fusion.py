@@ -8,6 +8,7 @@ two separate functions.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -50,6 +51,11 @@ class Fusion:
         if key not in self._compiled:
             self._compiled[key] = CompiledFunction(function, lengths)
         return self._compiled[key]  # type: ignore[return-value]
+
+    def bind(self, function: Callable[..., Any], *arguments: Any, lengths: Lengths = "fixed") -> Callable[[], Any]:
+        """Return a call of `function`, or of its compiled form, with arguments whose tensors keep their memory."""
+        form: Any = self(function, lengths=lengths)
+        return form.bound(*arguments) if self.is_compiled else partial(function, *arguments)
 
 
 EAGER = Fusion("eager")

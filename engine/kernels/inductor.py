@@ -63,17 +63,32 @@ class CompiledFunction:
             RuntimeError: it would have more graphs than MOST_GRAPHS.
         """
         tensors: list[torch.Tensor] = []
+        graph = self._graph(arguments, tensors)
+        return _filled(graph.results, graph.run(*tensors))
+
+    def bound(self, *arguments: Any) -> Callable[[], Any]:
+        """Return a call with these arguments, which looks up its graph once. The tensors keep their memory, shapes and strides."""
+        tensors: list[torch.Tensor] = []
+        graphs: list[_Graph] = []
+
+        def call() -> Any:
+            if not graphs:
+                graphs.append(self._graph(arguments, tensors))
+            return _filled(graphs[0].results, graphs[0].run(*tensors))
+
+        return call
+
+    def _graph(self, arguments: Sequence[Any], tensors: list[torch.Tensor]) -> _Graph:
+        """Return the graph for a call, compiled if it is the first of its kind; append the tensors among the arguments."""
         key: list[Any] = []
         lengths: list[int] = []
         self._read(arguments, tensors, key, lengths)
         graphs = self._graphs.setdefault(tuple(key), [])
         for graph in graphs:
             if graph.guards is None or _hold(graph.guards, lengths):
-                break
-        else:
-            graph = self._compiled(arguments, tensors)
-            graphs.append(graph)
-        return _filled(graph.results, graph.run(*tensors))
+                return graph
+        graphs.append(self._compiled(arguments, tensors))
+        return graphs[-1]
 
     def _read(self, values: Sequence[Any], tensors: list[torch.Tensor], key: list[Any], lengths: list[int]) -> None:
         """Append the tensors among arguments, what says which graph is theirs, and the lengths that a graph leaves open."""

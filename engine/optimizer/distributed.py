@@ -34,9 +34,9 @@ from triaxis.engine.optimizer.apex_update import update_by_apex
 from triaxis.engine.optimizer.bucket import Bucket
 from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
 from triaxis.engine.optimizer.host_state import InHostMemory
-from triaxis.engine.optimizer.pieces import Join, OnDevice, Piece
+from triaxis.engine.optimizer.pieces import Launch, OnDevice, Piece
 from triaxis.engine.optimizer.state import OptimizerState, read_master, write_master
-from triaxis.engine.optimizer.stretches import Run, Stretch, stretches
+from triaxis.engine.optimizer.stretches import Run, stretches
 from triaxis.engine.optimizer.updates import UPDATES, Update
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
@@ -136,19 +136,18 @@ class DistributedOptimizer:
                 )
         self.trained = [owned for owned in self.owned if owned.buffer.is_updated]
         runs_of = [owned.runs(config) for owned in self.trained]
-        self._rules = list(dict.fromkeys(rule for runs in runs_of for _, rule in runs))
+        rules = list(dict.fromkeys(rule for runs in runs_of for _, rule in runs))
+        self._numbers = {rule: number for number, rule in enumerate(rules)}
         # Copied to the device once: a copy in each step would make the host wait for the backward.
-        self._decays = to_device([rule.weight_decay for rule in self._rules], AGREEMENT_DTYPE, buffers.device)
-        numbers = {rule: number for number, rule in enumerate(self._rules)}
-        join: Join = partial(stretches, numbers=numbers, device=buffers.device)
+        self._lr_factors = to_device([rule.lr_factor for rule in rules], AGREEMENT_DTYPE, buffers.device)
+        self._decays = to_device([rule.weight_decay for rule in rules], AGREEMENT_DTYPE, buffers.device)
+        self._table = torch.empty(len(rules), self._num_columns(), dtype=self.wide, device=buffers.device)
         self._is_elementwise = is_compiled or own is not None
-        if not self._is_elementwise:
-            join = _none
         self.resident: OnDevice | InHostMemory
         if is_offloaded:
-            self.resident = InHostMemory(self.trained, runs_of, join, buffers.device)
+            self.resident = InHostMemory(self.trained, runs_of, self._launches, buffers.device)
         else:
-            self.resident = OnDevice(self.trained, runs_of, join)
+            self.resident = OnDevice(self.trained, runs_of, self._launches)
 
     def grad_square_sum(self) -> torch.Tensor:
         """Sum the squares of the owned gradients into a scalar; each model element counts once over the world.
@@ -156,11 +155,8 @@ class DistributedOptimizer:
         Only the first replica counts; padding has gradient zero.
         """
         # Replicas hold equal gradients after `GradBuffers.finish`; if each copy counted, they would outweigh cut parameters.
-        counted = [owned for owned in self.trained if owned.buffer.is_first]
-        total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
-        for owned in counted:
-            add_squares(total, owned.grads.to(owned.state.wide))
-        return total
+        counted = [owned.grads.to(self.wide) for owned in self.trained if owned.buffer.is_first]
+        return square_sum(counted) if counted else torch.zeros((), dtype=self.wide, device=self.buffers.device)
 
     @property
     def num_updates(self) -> int:
@@ -177,10 +173,14 @@ class DistributedOptimizer:
         """
         # A factor that is not finite would turn padding's zero gradient into nan, and nothing rewrites padding.
         grad_scale = grad_scale.to(self.wide).masked_fill(skip, 1.0)
-        factors = self._factors(lr, grad_scale) if self._is_elementwise else None
+        # A stage without layers has no rules.
+        if self._is_elementwise and self._numbers:
+            self._write_table(lr, grad_scale, skip)
         for pieces in self.resident:
-            if factors is not None:
-                self._update_elementwise(pieces, factors, grad_scale, skip)
+            if self._is_elementwise:
+                for piece in pieces:
+                    for launch in piece.launches:
+                        launch()
             elif self._apex is not None:
                 update_by_apex(self._apex, pieces, self.config, lr, grad_scale, self._num_updates, skip)
             else:
@@ -226,37 +226,50 @@ class DistributedOptimizer:
                 piece.state.update_average(state[MASTER], self.config.ema.decay, skip)
             piece.state.write(state)
 
-    def _factors(self, lr: float, grad_scale: torch.Tensor) -> torch.Tensor:
-        """Compute [rules, factors + 1]: for each `UpdateRule`, its `Update.factors`, then its weight decay."""
-        # Scalars that change stay tensors: Python numbers would be compiled into the kernel.
-        step = self._num_updates.to(AGREEMENT_DTYPE) + 1
-        rows = [
-            torch.stack((*self._arithmetic.factors(self.config, lr * rule.lr_factor, step), decay))
-            for rule, decay in zip(self._rules, self._decays, strict=True)
-        ]
-        # A stage without layers has no rules and no stretches.
-        return torch.stack(rows).to(self.wide) if rows else grad_scale
+    def _num_columns(self) -> int:
+        """Count the numbers in a row of the table."""
+        one = torch.ones((), dtype=AGREEMENT_DTYPE)
+        return len(self._arithmetic.factors(self.config, one, one)) + len(("decay", "grad_scale", "skip"))
 
-    def _update_elementwise(
-        self, pieces: Sequence[Piece], factors: torch.Tensor, grad_scale: torch.Tensor, skip: torch.Tensor
-    ) -> None:
-        update = self._fusion(_update, lengths="all")
-        for piece in pieces:
-            for stretch in piece.stretches:
-                parameters, kept, moments, average = piece.state.part(stretch.where)
-                update(
+    def _write_table(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
+        """Write the step's numbers where the launches read them."""
+        # A scalar on the device: a Python number would be compiled into the kernel.
+        rates = torch.full((), lr, dtype=AGREEMENT_DTYPE, device=self.buffers.device)
+        self._fusion(_write_table)(
+            self._table,
+            rates,
+            self._lr_factors,
+            self._decays,
+            self._num_updates,
+            grad_scale,
+            skip,
+            self._arithmetic,
+            self.config,
+        )
+
+    def _launches(self, state: OptimizerState, grads: torch.Tensor, runs: Sequence[Run]) -> list[Launch]:
+        """Bind one `_update` for each stretch of a piece, since its tensors keep their memory."""
+        if not self._is_elementwise:
+            return []
+        launches = []
+        for stretch in stretches(runs, self._numbers, self.buffers.device):
+            parameters, kept, moments, average = state.part(stretch.where)
+            launches.append(
+                self._fusion.bind(
+                    _update,
                     stretch.blocks(parameters),
                     None if kept is None else stretch.blocks(kept),
                     [stretch.blocks(moment) for moment in moments],
                     None if average is None else stretch.blocks(average),
-                    stretch.blocks(piece.grads[stretch.where]),
-                    grad_scale,
-                    # Each block takes its rule's row.
-                    factors.index_select(0, stretch.rules),
-                    skip,
+                    stretch.blocks(grads[stretch.where]),
+                    self._table,
+                    stretch.rules,
                     self._arithmetic,
                     self.config,
+                    lengths="all",
                 )
+            )
+        return launches
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | None:
@@ -268,16 +281,29 @@ def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | No
     return None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def _none(runs: Sequence[Run]) -> Sequence[Stretch]:
-    """Return no stretches, for the kernels `torch` and `apex`; only `_update` needs them."""
-    return ()
-
-
-def add_squares(total: torch.Tensor, values: torch.Tensor) -> None:
-    """Add the sum of squares of a vector [n], however long, to `total`, a scalar with the vector's dtype and device."""
+def square_sum(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum the squares of vectors [n], however long, into a scalar with their dtype and device. At least one vector."""
     # A dot product stores no squares. (On a CPU, vector_norm adds elements sequentially and is 1e-3 off at 1.5e7 elements.)
-    for piece in values.split(DOT_NUMEL[values.device.type]):
-        total += torch.dot(piece, piece)
+    most = DOT_NUMEL[vectors[0].device.type]
+    pieces = [piece for vector in vectors for piece in (vector.split(most) if len(vector) > most else [vector])]
+    return torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()
+
+
+def _write_table(
+    table: torch.Tensor,
+    lr: torch.Tensor,
+    lr_factors: torch.Tensor,
+    decays: torch.Tensor,
+    num_updates: torch.Tensor,
+    grad_scale: torch.Tensor,
+    skip: torch.Tensor,
+    arithmetic: type[Update] | type[UpdatePart],
+    config: OptimizerConfig,
+) -> None:
+    """Write a row for each rule: the values of `Update.factors`, weight decay, gradients' scale, and 1 for a skipped step."""
+    factors = arithmetic.factors(config, lr * lr_factors, num_updates.to(AGREEMENT_DTYPE) + 1)
+    columns = [*factors, decays, grad_scale, skip]
+    table.copy_(torch.stack([column.to(AGREEMENT_DTYPE).expand_as(decays) for column in columns], dim=1))
 
 
 def _update(
@@ -286,23 +312,23 @@ def _update(
     kept_moments: Sequence[torch.Tensor],
     average: torch.Tensor | None,
     grads: torch.Tensor,
-    grad_scale: torch.Tensor,
-    factors: torch.Tensor,
-    skip: torch.Tensor,
+    table: torch.Tensor,
+    rules: torch.Tensor,
     arithmetic: type[Update] | type[UpdatePart],
     config: OptimizerConfig,
 ) -> None:
-    """Update tensors [blocks, n] in place, in their stored forms; nothing changes if `skip`.
+    """Update tensors [blocks, n] in place, in their stored forms; nothing changes in a skipped step.
 
-    `kept` are the masters, or a split master's remainders; None: the parameters are the masters. `factors` has a row for each
-    block: the values from `Update.factors`, then the weight decay.
+    `kept` are the masters, or a split master's remainders; None: the parameters are the masters. Each block takes its rule's row of
+    the table (`_write_table`); `rules` are the blocks' rule numbers, int32 [blocks].
     """
-    wide = factors.dtype
+    wide = table.dtype
     kept = parameters if kept is None else kept
-    *others, weight_decay = factors.split(1, dim=1)
+    *factors, weight_decay, grad_scale, skipped = table.index_select(0, rules).split(1, dim=1)
+    skip = skipped != 0
     master, moments = read_master(parameters, kept), [moment.to(wide) for moment in kept_moments]
     grad = grads.to(wide) * grad_scale
-    new, new_moments = arithmetic.elementwise(master, moments, grad, others, config, weight_decay)
+    new, new_moments = arithmetic.elementwise(master, moments, grad, factors, config, weight_decay)
     # `where`, not a zero factor: gradients that are not finite make new values nan, and nan x 0 is nan.
     for kept_moment, moment, new_moment in zip(kept_moments, moments, new_moments, strict=True):
         kept_moment.copy_(torch.where(skip, moment, new_moment))

@@ -17,7 +17,7 @@ import torch
 from triaxis.engine.config.quantities.state_plan import NUM_PLACES, PIECE_NUMEL
 from triaxis.engine.device.copy_lane import CopyLane, Mark, lane_of
 from triaxis.engine.device.pinned_memory import PinnedBuffer, Purpose, VectorSize, page_lock_of
-from triaxis.engine.optimizer.pieces import Join, Piece
+from triaxis.engine.optimizer.pieces import Launches, Piece
 from triaxis.engine.optimizer.stretches import Run
 
 if TYPE_CHECKING:  # the optimizer imports this
@@ -32,7 +32,7 @@ class InHostMemory:
     Args:
         trained: the buckets that updates change.
         runs_of: each bucket's runs: slices of elements with one update rule each.
-        join: function that joins adjacent runs into stretches, one kernel launch each.
+        launches: makes the launches of a piece.
         device: device of the parameters.
 
     Attributes:
@@ -45,7 +45,7 @@ class InHostMemory:
         self,
         trained: Sequence["OwnedBucket"],
         runs_of: Sequence[Sequence[Run]],
-        join: Join,
+        launches: Launches,
         device: torch.device,
     ) -> None:
         self.to_device: CopyLane = lane_of(device)
@@ -66,14 +66,15 @@ class InHostMemory:
         self.pieces = []
         for number, (owned, start, stop, runs) in enumerate(cut):
             place = {kind: tensor[: stop - start] for kind, tensor in places[number % NUM_PLACES].items()}
-            inside = _inside(runs, start, stop)
+            where, inside = slice(start, stop), _inside(runs, start, stop)
+            state = owned.state.piece(where, place)
             self.pieces.append(
                 Piece(
                     owned,
-                    slice(start, stop),
-                    owned.state.piece(slice(start, stop), place),
+                    where,
+                    state,
                     inside,
-                    join(inside),
+                    launches(state, owned.grads[where], inside),
                     [(place[kind], kept[start:stop]) for kind, kept in owned.state.beside.items()],
                 )
             )

@@ -30,7 +30,9 @@ def require_elementwise(rule: type[UpdatePart], config: OptimizerConfig) -> None
     elements = torch.ones(6, dtype=AGREEMENT_DTYPE)
     moments = [torch.zeros_like(elements) for _ in rule.moments]
     one = elements[0].clone()
-    new, new_moments = rule.elementwise(elements, moments, elements, rule.factors(config, config.lr, one), config, one)
+    new, new_moments = rule.elementwise(
+        elements, moments, elements, rule.factors(config, config.lr * one, one), config, one
+    )
     shapes = [tuple(tensor.shape) for tensor in (new, *new_moments)]
     if shapes != [(6,)] * (1 + len(moments)):
         raise ConfigError(

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from triaxis.engine.optimizer.state import OptimizerState
-from triaxis.engine.optimizer.stretches import Run, Stretch
+from triaxis.engine.optimizer.stretches import Run
 
 if TYPE_CHECKING:  # the optimizer imports this
     from triaxis.engine.optimizer.distributed import OwnedBucket
 
-Join = Callable[[Sequence[Run]], Sequence[Stretch]]
-"""Function (runs) -> launches of the elementwise update; none if the update has another form."""
+Launch = Callable[[], object]
+"""Elementwise update of some elements, by the numbers of the step."""
+
+Launches = Callable[[OptimizerState, torch.Tensor, Sequence[Run]], Sequence[Launch]]
+"""Function (state, main grads, runs) of a piece -> its launches; none if the update has another form."""
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 """Pairs (destination, source)."""
@@ -31,7 +34,7 @@ class Piece:
         where: the piece's slice of the owned elements.
         state: the piece's state on the device.
         runs: slices with one `UpdateRule` each, counted from the piece's start.
-        stretches: the same runs, joined where adjacent, even if rules differ. One launch updates one stretch.
+        launches: elementwise updates of these runs.
         home: pairs (device tensor, host tensor) to copy; empty if the state stays on the device.
     """
 
@@ -39,7 +42,7 @@ class Piece:
     where: slice
     state: OptimizerState
     runs: Sequence[Run]
-    stretches: Sequence[Stretch]
+    launches: Sequence[Launch]
     home: Copies
 
     @property
@@ -54,15 +57,15 @@ class OnDevice:
     Args:
         trained: the buckets that updates change.
         runs_of: each bucket's runs: slices of elements with one update rule each.
-        join: function that joins adjacent runs into stretches, one kernel launch each.
+        launches: makes the launches of a piece.
 
     Attributes:
         tensors, host_tensors: the state's tensors on the device and in host memory.
     """
 
-    def __init__(self, trained: Sequence["OwnedBucket"], runs_of: Sequence[Sequence[Run]], join: Join) -> None:
+    def __init__(self, trained: Sequence["OwnedBucket"], runs_of: Sequence[Sequence[Run]], launches: Launches) -> None:
         self.pieces = [
-            Piece(owned, slice(None), owned.state, runs, join(runs), [])
+            Piece(owned, slice(None), owned.state, runs, launches(owned.state, owned.grads, runs), [])
             for owned, runs in zip(trained, runs_of, strict=True)
         ]
         self.tensors = [tensor for owned in trained for tensor in owned.state.beside.values()]

@@ -41,8 +41,17 @@ class Update(Protocol):
         """
 
     @staticmethod
-    def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
-        """Compute the factors that `elementwise` reads, as float64 scalars; they change with `step`, which counts from 1."""
+    def factors(config: OptimizerConfig, lr: Tensor, step: Tensor) -> list[Tensor]:
+        """Compute the factors that `elementwise` reads, in float64; they change with the step.
+
+        Args:
+            config: hyperparameters.
+            lr: learning rates [rules], one for each update rule.
+            step: number of this update, a scalar that counts from 1.
+
+        Returns:
+            Scalars, or tensors [rules].
+        """
 
     @staticmethod
     def elementwise(
@@ -81,11 +90,11 @@ class AdamW:
         )
 
     @staticmethod
-    def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
+    def factors(config: OptimizerConfig, lr: Tensor, step: Tensor) -> list[Tensor]:
         """Compute [lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr], where t is `step`."""
         # In float64, which 1 - 0.999 needs.
         bias_1, bias_2 = 1 - torch.pow(config.beta1, step), 1 - torch.pow(config.beta2, step)
-        return [lr / bias_1, bias_2.rsqrt(), torch.full_like(step, lr)]
+        return [lr / bias_1, bias_2.rsqrt(), lr]
 
     @staticmethod
     def elementwise(
@@ -128,9 +137,9 @@ class SGD:
         )
 
     @staticmethod
-    def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
+    def factors(config: OptimizerConfig, lr: Tensor, step: Tensor) -> list[Tensor]:
         """Compute the only factor, the learning rate."""
-        return [torch.full_like(step, lr)]
+        return [lr]
 
     @staticmethod
     def elementwise(

@@ -139,7 +139,7 @@ class UpdatePart(Protocol):
 
             @staticmethod
             def factors(optimizer, lr, step):
-                return [torch.full_like(step, lr)]
+                return [lr]
 
             @staticmethod
             def elementwise(master, moments, grad, factors, optimizer, decay):
@@ -149,7 +149,7 @@ class UpdatePart(Protocol):
                 return master - lr * (direction + decay * master), (mean,)
 
     Arguments are as in `triaxis.engine.optimizer.updates.Update`. A rank owns a flat part of the parameters, cut anywhere, so
-    elements must not depend on each other. `step` counts from 1; a factor is the same for all elements with one learning rate.
+    elements must not depend on each other.
 
     Attributes:
         moments: names of the state tensors besides the master; each has the parameter's size and starts at zero.
@@ -158,7 +158,7 @@ class UpdatePart(Protocol):
     moments: ClassVar[tuple[str, ...]]
 
     @staticmethod
-    def factors(optimizer: "OptimizerConfig", lr: float, step: Any) -> list[Any]: ...
+    def factors(optimizer: "OptimizerConfig", lr: Any, step: Any) -> list[Any]: ...
 
     @staticmethod
     def elementwise(

@@ -20,7 +20,7 @@ from triaxis.engine.config.schema.groups import GroupFields
 from triaxis.engine.config.values.optimizer_kinds import MASTER
 from triaxis.engine.device.host_copy import HostCopy
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
-from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, square_sum
 from triaxis.engine.step import Engine
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.meters.step_meter import StepMeter
@@ -113,9 +113,7 @@ class GroupNorms(StepMeter):
         sums = torch.zeros(len(self._names), dtype=AGREEMENT_DTYPE, device=self._device)
         for tensor, parts in zip(tensors, self._parts, strict=True):
             for where, place in parts:
-                total = torch.zeros((), dtype=tensor.dtype, device=self._device)
-                add_squares(total, tensor[where])
-                sums[place] += total
+                sums[place] += square_sum([tensor[where]])
         return sums
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from triaxis.engine.optimizer import distributed
-from triaxis.engine.optimizer.distributed import DOT_NUMEL, add_squares
+from triaxis.engine.optimizer.distributed import DOT_NUMEL, square_sum
 
 MOST_NUMEL_OF_CUBLAS = 2**31 - 1
 """cublasSdot counts elements in a signed 32-bit integer, and torch raises beyond it."""
@@ -21,13 +21,11 @@ def test_a_gpu_sums_a_vector_that_is_longer_than_cublas_counts(numel: int, monke
     monkeypatch.setattr(torch, "dot", record)
     # Tensors of the meta device have no memory; here they are cut as those of a GPU.
     monkeypatch.setattr(distributed, "DOT_NUMEL", {"meta": DOT_NUMEL["cuda"]})
-    add_squares(torch.zeros((), device="meta"), torch.empty(numel, device="meta"))
+    square_sum([torch.empty(numel, device="meta")])
     assert sum(numels) == numel
     assert max(numels) <= MOST_NUMEL_OF_CUBLAS
 
 
 def test_pieces_add_up_to_the_whole() -> None:
     values = torch.arange(3 * DOT_NUMEL["cpu"] + 5, dtype=torch.float64) % 7
-    total = torch.ones((), dtype=torch.float64)
-    add_squares(total, values)
-    assert float(total) == 1 + float(values.square().sum())
+    assert float(square_sum([values, values[:7]])) == float(values.square().sum() + values[:7].square().sum())

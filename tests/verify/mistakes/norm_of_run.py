@@ -12,8 +12,8 @@ class NormOfRun:
     moments = ("velocity",)
 
     @staticmethod
-    def factors(optimizer: OptimizerConfig, lr: float, step: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.full_like(step, lr)]
+    def factors(optimizer: OptimizerConfig, lr: torch.Tensor, step: torch.Tensor) -> list[torch.Tensor]:
+        return [lr]
 
     @staticmethod
     def elementwise(
