@@ -45,6 +45,11 @@ class MegatronSteps:
 
     def step(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Run one optimizer step; return the mean loss of each microbatch on the last stage, nothing on the others."""
+        losses = self.forward_backward(microbatches)
+        self.update()
+        return losses
+
+    def forward_backward(self, microbatches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         self._wrapped.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self._forward_backward(
@@ -56,9 +61,11 @@ class MegatronSteps:
             micro_batch_size=self._config.train.micro_batch_size,
             forward_only=False,
         )
+        return [loss["loss"] for loss in losses]
+
+    def update(self) -> None:
         self.optimizer.step()
         self._scheduler.step(increment=1)
-        return [loss["loss"] for loss in losses]
 
     def _forward(self, microbatches: Iterator[MicroBatch], gpt: Any) -> tuple[torch.Tensor, Any]:
         microbatch = next(microbatches)

@@ -68,12 +68,12 @@ class MegatronTrainer:
             theirs = transformer_config(
                 config, device, transformer_engine=transformer_engine, selective=selective, fp8=fp8
             )
-            gpt = _gpt_model(theirs, config, device, transformer_engine=transformer_engine)
+            gpt = gpt_model(theirs, config, device, transformer_engine=transformer_engine)
             self.fp8_recipe = theirs.fp8_recipe
             self.num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
             # Transformer Engine's attention is causal by itself; the local one hides what the mask says.
             mask = None if transformer_engine else causal_mask(config.model.seq_length, device)
-            self._steps = MegatronSteps(config, *_with_optimizer(gpt, config), mask)
+            self._steps = MegatronSteps(config, *with_optimizer(gpt, config), mask)
         if device.type == "cpu":
             make_on_cpu()
 
@@ -138,6 +138,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=config.parallel.tp,
         recompute_granularity="selective" if selective else None,
         # Its names of e4m3 operands with gradients in e5m2, and of scales from the tensor itself.
         fp8="hybrid" if fp8 else None,
@@ -145,7 +146,10 @@ def transformer_config(
     )
 
 
-def _gpt_model(theirs: Any, config: Config, device: torch.device, *, transformer_engine: bool) -> Any:
+def gpt_model(
+    theirs: Any, config: Config, device: torch.device, *, transformer_engine: bool, attention: type | None = None
+) -> Any:
+    """Build its model; `attention` replaces the attention of local layers."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
@@ -155,6 +159,8 @@ def _gpt_model(theirs: Any, config: Config, device: torch.device, *, transformer
         if transformer_engine
         else specs.get_gpt_layer_local_spec(normalization=theirs.normalization)
     )
+    if attention is not None:
+        spec.submodules.self_attention.submodules.core_attention = attention
     return GPTModel(
         theirs,
         spec,
@@ -166,7 +172,7 @@ def _gpt_model(theirs: Any, config: Config, device: torch.device, *, transformer
     ).to(device, theirs.params_dtype)
 
 
-def _with_optimizer(gpt: Any, config: Config) -> tuple[Any, Any]:
+def with_optimizer(gpt: Any, config: Config) -> tuple[Any, Any]:
     """Return (the model in its data-parallel wrapper with fp32 gradients, its distributed Adam)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
