@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -343,6 +344,7 @@ def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
                     _write(places, lambda: function(*seen), LATER.is_on)
                 return found
 
+        call.bound = lambda *arguments: partial(call, *arguments)  # type: ignore[attr-defined]
         return call
 
     return compile_with_values
