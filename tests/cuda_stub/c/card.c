@@ -42,6 +42,11 @@ void card_end(const char *what, const char *name) {
   abort();
 }
 
+void *card_with_room(void *array, size_t count, size_t bytes) {
+  int is_full = (count & (count - 1)) == 0;
+  return is_full ? realloc(array, (count ? 2 * count : 1) * bytes) : array;
+}
+
 // An entry of the record. Names are constants or live as long as the process.
 typedef struct {
   Kind kind;
@@ -53,17 +58,14 @@ typedef struct {
 static const char *KINDS[] = {"kernel", "copy", "fill", "wait", "allocation", "free", "message", "mark"};
 static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
 static Entry *LOG;
-static size_t LENGTH, ROOM;
+static size_t LENGTH;
 static int ON;
 static void (*ON_WAIT)(void);
 
 void card_note_in(const void *group, Kind kind, const char *name, const void *stream, uint64_t size) {
   if (!ON) return;
   pthread_mutex_lock(&LOCK);
-  if (LENGTH == ROOM) {
-    ROOM = ROOM ? 2 * ROOM : 4096;
-    LOG = realloc(LOG, ROOM * sizeof(Entry));
-  }
+  LOG = card_with_room(LOG, LENGTH, sizeof(Entry));
   LOG[LENGTH++] = (Entry){kind, name, stream, group, size};
   pthread_mutex_unlock(&LOCK);
   if (ON_WAIT && (kind == WAIT || kind == ALLOCATION)) ON_WAIT();

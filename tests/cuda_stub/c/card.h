@@ -2,11 +2,9 @@
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
-#include <cuda.h>
-#include <cuda_runtime_api.h>
 
-// The kind of card that CARD names (A100, H100, H200, B200); CARD_DEVICES says how many of it there are, and CARD_GIB how
-// much memory each has, where that is not the memory of its kind.
+// The kind of card that CARD names (A100, H100, H200, B200); CARD_DEVICES says how many of it there are, and CARD_GIB
+// how much memory each has, where that is not the memory of its kind.
 typedef struct {
   const char *name;
   const char *full_name;
@@ -34,16 +32,16 @@ extern int card_computes;
 // library.
 int card_kernel(const char *name, const void *stream);
 void card_end(const char *what, const char *name) __attribute__((noreturn));
+// Keep an error of the runtime for cudaGetLastError. Returns it.
+int card_failed(int error);
+// Return an array with room for another element: for the next power of 2.
+void *card_with_room(void *array, size_t count, size_t bytes);
 
 // Streams. A task runs at once, unless earlier tasks of its stream wait: for messages of other ranks, or for an event.
-// Then it is queued, and a thread of the stub runs it in its turn. In an order (card_order) all tasks are queued. `step` returns 1 when the task is over, 0 to be
-// called again.
+// Then it is queued, and a thread of the stub runs it in its turn. In an order (card_order) all tasks are queued.
+// `step` returns 1 when the task is over, 0 to be called again.
 typedef int (*Step)(void *task);
 void card_queue(const void *stream, Step step, void *task);
 void card_wait_for_stream(const void *stream);
 void card_wait_for_all(void);
 int card_has_order(void);
-
-// Memory of the device and page-locked memory of the host.
-typedef enum { NOWHERE, ON_DEVICE, ON_HOST } Place;
-Place card_place(const void *pointer, uintptr_t *base, size_t *bytes);

@@ -4,6 +4,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <cuda.h>
+#include <cuda_runtime_api.h>
 #include "card.h"
 
 typedef struct {
@@ -13,35 +15,18 @@ typedef struct {
 
 static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
 static Function *FUNCTIONS;
-static size_t COUNT, ROOM;
+static size_t COUNT;
 static int IS_SORTED;
-
-extern cudaError_t card_failed(cudaError_t error);
 
 void **__cudaRegisterFatBinary(void *binary) {
   static void *handle[1];
   return handle;
 }
 
-void __cudaRegisterFatBinaryEnd(void **handle) {
-}
-void __cudaUnregisterFatBinary(void **handle) {
-}
-char __cudaInitModule(void **handle) {
-  return 1;
-}
-
-void __cudaRegisterVar(void **handle, char *host, char *device, const char *name, int external, size_t bytes,
-                       int constant, int global) {
-}
-
 void __cudaRegisterFunction(void **handle, const char *host, char *device, const char *name, int limit, void *tid,
                             void *bid, void *block, void *grid, int *warp) {
   pthread_mutex_lock(&LOCK);
-  if (COUNT == ROOM) {
-    ROOM = ROOM ? 2 * ROOM : 65536;
-    FUNCTIONS = realloc(FUNCTIONS, ROOM * sizeof(Function));
-  }
+  FUNCTIONS = card_with_room(FUNCTIONS, COUNT, sizeof(Function));
   FUNCTIONS[COUNT++] = (Function){host, name};
   IS_SORTED = 0;
   pthread_mutex_unlock(&LOCK);
@@ -63,28 +48,20 @@ static const char *name_of(const void *host) {
 }
 
 // Between <<< and >>>, the arguments of a launch lie on a stack of the thread.
-static __thread struct {
-  dim3 grid, block;
-  size_t shared;
-  cudaStream_t stream;
-} PUSHED[8];
+static __thread cudaLaunchConfig_t PUSHED[8];
 static __thread int DEPTH;
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
-  PUSHED[DEPTH].grid = grid;
-  PUSHED[DEPTH].block = block;
-  PUSHED[DEPTH].shared = shared;
-  PUSHED[DEPTH].stream = stream;
-  DEPTH++;
+  PUSHED[DEPTH++] = (cudaLaunchConfig_t){grid, block, shared, stream};
   return 0;
 }
 
 cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
-  DEPTH--;
-  *grid = PUSHED[DEPTH].grid;
-  *block = PUSHED[DEPTH].block;
-  *shared = PUSHED[DEPTH].shared;
-  *(cudaStream_t *)stream = PUSHED[DEPTH].stream;
+  cudaLaunchConfig_t *last = &PUSHED[--DEPTH];
+  *grid = last->gridDim;
+  *block = last->blockDim;
+  *shared = last->dynamicSmemBytes;
+  *(cudaStream_t *)stream = last->stream;
   return 0;
 }
 
@@ -123,37 +100,9 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *found, const void *
   return 0;
 }
 
-cudaError_t cudaFuncSetAttribute(const void *host, enum cudaFuncAttribute which, int value) {
-  return 0;
-}
-
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *host, int threads,
-                                                                   size_t shared, unsigned flags) {
-  *blocks = 2;
-  return 0;
-}
-
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *host, int threads, size_t shared) {
-  return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks, host, threads, shared, 0);
-}
-
 // ---- the driver's
-CUresult cuInit(unsigned flags) {
-  return 0;
-}
-
-CUresult cuDriverGetVersion(int *version) {
-  *version = 13000;
-  return 0;
-}
-
 CUresult cuDeviceGet(CUdevice *device, int number) {
   *device = number;
-  return 0;
-}
-
-CUresult cuDeviceGetCount(int *count) {
-  *count = card_count();
   return 0;
 }
 
@@ -162,33 +111,9 @@ CUresult cuDeviceGetName(char *text, int length, CUdevice device) {
   return 0;
 }
 
-static CUcontext CONTEXT = (CUcontext)0x1000;
-
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
-  *context = CONTEXT;
-  return 0;
-}
-
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_active) {
   *flags = 0;
   *is_active = 1;
-  return 0;
-}
-
-CUresult cuCtxGetCurrent(CUcontext *context) {
-  *context = CONTEXT;
-  return 0;
-}
-
-CUresult cuCtxSetCurrent(CUcontext context) {
-  return 0;
-}
-CUresult cuCtxPushCurrent(CUcontext context) {
-  return 0;
-}
-
-CUresult cuCtxPopCurrent(CUcontext *context) {
-  *context = CONTEXT;
   return 0;
 }
 
@@ -206,15 +131,6 @@ CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   return 0;
 }
 
-CUresult cuModuleLoad(CUmodule *module, const char *path) {
-  *module = (CUmodule)0x2000;
-  return 0;
-}
-
-CUresult cuModuleUnload(CUmodule module) {
-  return 0;
-}
-
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
   *function = (CUfunction)strdup(name);
   return 0;
@@ -222,13 +138,6 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
 
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
   *value = which == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0;
-  return 0;
-}
-
-CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int value) {
-  return 0;
-}
-CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) {
   return 0;
 }
 
@@ -240,11 +149,6 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
                         unsigned block_y, unsigned block_z, unsigned shared, CUstream stream, void **arguments,
                         void **extra) {
   return (CUresult)card_kernel((const char *)function, stream);
-}
-
-CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *config) {
-  *clusters = 16;
-  return 0;
 }
 
 // A tensor map by the driver's rules: a base of 16 bytes, strides in 16 bytes, boxes of 1 to 256.

@@ -4,32 +4,32 @@
 #include <string.h>
 #include "card.h"
 
-// A handle of cuBLAS or cuDNN begins with its stream.
+// A handle of cuBLAS or cuDNN begins with its stream. A descriptor has as many bytes.
 typedef struct {
   const void *stream;
   char rest[4088];
 } Handle;
 
-static int create(Handle **handle) {
-  *handle = calloc(1, sizeof(Handle));
-  return 0;
-}
+#define CREATES(name)                  \
+  int name(void **made) {              \
+    *made = calloc(1, sizeof(Handle)); \
+    return 0;                          \
+  }
+CREATES(cublasCreate_v2)
+CREATES(cublasLtMatmulDescCreate)
+CREATES(cublasLtMatmulPreferenceCreate)
+CREATES(cublasLtMatrixLayoutCreate)
+CREATES(cudnnCreate)
 
-int cublasCreate_v2(Handle **handle) {
-  return create(handle);
-}
-int cublasLtCreate(Handle **handle) {
-  return create(handle);
-}
-int cudnnCreate(Handle **handle) {
-  return create(handle);
-}
-int cublasDestroy_v2(Handle *handle) {
-  return 0;
-}
-int cudnnDestroy(Handle *handle) {
-  return 0;
-}
+#define DESTROYS(name)   \
+  int name(void *made) { \
+    free(made);          \
+    return 0;            \
+  }
+DESTROYS(cublasLtMatmulDescDestroy)
+DESTROYS(cublasLtMatmulPreferenceDestroy)
+DESTROYS(cublasLtMatrixLayoutDestroy)
+DESTROYS(cudnnBackendDestroyDescriptor)
 
 int cublasSetStream_v2(Handle *handle, const void *stream) {
   handle->stream = stream;
@@ -46,27 +46,6 @@ int cudnnGetStream(Handle *handle, const void **stream) {
 }
 
 // ---- cuBLAS. Callers pass more arguments than these functions read.
-int cublasSetWorkspace_v2(Handle *handle) {
-  return 0;
-}
-int cublasSetMathMode(Handle *handle) {
-  return 0;
-}
-int cublasSetPointerMode_v2(Handle *handle) {
-  return 0;
-}
-int cublasSetSmCountTarget(Handle *handle) {
-  return 0;
-}
-
-int cublasGetMathMode(Handle *handle, int *mode) {
-  *mode = 0;
-  return 0;
-}
-
-int cublasGetPointerMode_v2(Handle *handle, int *mode) {
-  return cublasGetMathMode(handle, mode);
-}
 
 #define PRODUCT(name)                          \
   int name(Handle *handle) {                   \
@@ -85,58 +64,6 @@ PRODUCT(cublasSgemv_v2)
 PRODUCT(cublasDgemv_v2)
 
 // ---- cuBLASLt
-size_t cublasLtGetVersion(void) {
-  return 130100;
-}
-int cublasLtMatmulDescInit_internal(void *descriptor) {
-  return 0;
-}
-int cublasLtMatmulDescSetAttribute(void *descriptor) {
-  return 0;
-}
-int cublasLtMatrixLayoutInit_internal(void *layout) {
-  return 0;
-}
-int cublasLtMatrixLayoutSetAttribute(void *layout) {
-  return 0;
-}
-int cublasLtMatmulPreferenceInit_internal(void *preference) {
-  return 0;
-}
-int cublasLtMatmulPreferenceSetAttribute(void *preference) {
-  return 0;
-}
-
-static int created(void **made) {
-  *made = calloc(1, 512);
-  return 0;
-}
-
-int cublasLtMatmulDescCreate(void **made) {
-  return created(made);
-}
-int cublasLtMatrixLayoutCreate(void **made) {
-  return created(made);
-}
-int cublasLtMatmulPreferenceCreate(void **made) {
-  return created(made);
-}
-
-static int destroyed(void *made) {
-  free(made);
-  return 0;
-}
-
-int cublasLtMatmulDescDestroy(void *made) {
-  return destroyed(made);
-}
-int cublasLtMatrixLayoutDestroy(void *made) {
-  return destroyed(made);
-}
-int cublasLtMatmulPreferenceDestroy(void *made) {
-  return destroyed(made);
-}
-
 // One algorithm fits every product. cublasLtMatmulHeuristicResult_t begins with an algorithm of 64 bytes and has 96.
 int cublasLtMatmulAlgoGetHeuristic(void *handle, void *what, void *a, void *b, void *c, void *d, void *preference,
                                    int wanted, void *results, int *count) {
@@ -161,38 +88,16 @@ enum {
 };
 enum { TYPE_BOOLEAN = 2, TYPE_INT64 = 3, TYPE_INT32 = 23 };
 
-size_t cudnnGetVersion(void) {
-  return 92000;
-}
-size_t cudnnGetCudartVersion(void) {
-  return 13000;
-}
-
 // The version by its parts: 0 the major number, 1 the minor one, 2 the patch.
 int cudnnGetProperty(int part, int *value) {
   *value = part == 0 ? 9 : part == 1 ? 20 : 0;
   return 0;
 }
 
-const char *cudnnGetErrorString(int status) {
-  return "an error of the stub's cuDNN";
+int cudnnBackendCreateDescriptor(int kind, void **made) {
+  return cudnnCreate(made);
 }
 
-int cudnnBackendCreateDescriptor(int kind, void **made) {
-  return created(made);
-}
-int cudnnBackendDestroyDescriptor(void *made) {
-  return destroyed(made);
-}
-int cudnnBackendInitialize(void *descriptor) {
-  return 0;
-}
-int cudnnBackendFinalize(void *descriptor) {
-  return 0;
-}
-int cudnnBackendSetAttribute(void *descriptor) {
-  return 0;
-}
 int cudnnBackendExecute(Handle *handle, void *plan, void *values) {
   return card_kernel("cudnn", handle->stream);
 }
@@ -209,28 +114,8 @@ int cudnnBackendGetAttribute(void *descriptor, int name, int type, int64_t wante
 }
 
 // ---- NVML
-int nvmlInit_v2(void) {
-  return 0;
-}
-int nvmlInitWithFlags(unsigned flags) {
-  return 0;
-}
-int nvmlShutdown(void) {
-  return 0;
-}
-
 int nvmlSystemGetDriverVersion(char *text, unsigned length) {
   snprintf(text, length, "580.95.05");
-  return 0;
-}
-
-int nvmlSystemGetCudaDriverVersion_v2(int *version) {
-  *version = 13000;
-  return 0;
-}
-
-int nvmlDeviceGetCount_v2(unsigned *count) {
-  *count = (unsigned)card_count();
   return 0;
 }
 
@@ -248,21 +133,5 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *text, void **device) {
 
 int nvmlDeviceGetUUID(void *device, char *text, unsigned length) {
   snprintf(text, length, "GPU-00000000-0000-0000-0000-%012lu", (uintptr_t)device - 1);
-  return 0;
-}
-
-int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *processes) {
-  *count = 0;
-  return 0;
-}
-
-// NVML_ERROR_NOT_SUPPORTED: the card has no NVLink.
-int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) {
-  return 3;
-}
-int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *pci) {
-  return 3;
-}
-int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) {
   return 0;
 }

@@ -4,7 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <cuda.h>
+#include <cuda_runtime_api.h>
 #include "card.h"
+
+// Memory of the device and page-locked memory of the host.
+typedef enum { NOWHERE, ON_DEVICE, ON_HOST } Place;
 
 typedef struct {
   uintptr_t at;
@@ -14,14 +19,11 @@ typedef struct {
 
 static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
 static Block *BLOCKS;
-static size_t COUNT, ROOM, USED;
+static size_t COUNT, USED;
 
 static void add(const void *pointer, size_t bytes, Place place) {
   pthread_mutex_lock(&LOCK);
-  if (COUNT == ROOM) {
-    ROOM = ROOM ? 2 * ROOM : 1024;
-    BLOCKS = realloc(BLOCKS, ROOM * sizeof(Block));
-  }
+  BLOCKS = card_with_room(BLOCKS, COUNT, sizeof(Block));
   BLOCKS[COUNT++] = (Block){(uintptr_t)pointer, bytes, place};
   pthread_mutex_unlock(&LOCK);
 }
@@ -39,15 +41,13 @@ static size_t drop(const void *pointer) {
   return bytes;
 }
 
-Place card_place(const void *pointer, uintptr_t *base, size_t *bytes) {
-  Block found = {0, 0, NOWHERE};
+static Place place_of(const void *pointer) {
+  Place found = NOWHERE;
   pthread_mutex_lock(&LOCK);
-  for (size_t i = 0; i < COUNT && found.place == NOWHERE; i++)
-    if ((uintptr_t)pointer - BLOCKS[i].at < BLOCKS[i].bytes) found = BLOCKS[i];
+  for (size_t i = 0; i < COUNT && found == NOWHERE; i++)
+    if ((uintptr_t)pointer - BLOCKS[i].at < BLOCKS[i].bytes) found = BLOCKS[i].place;
   pthread_mutex_unlock(&LOCK);
-  if (base) *base = found.at;
-  if (bytes) *bytes = found.bytes;
-  return found.place;
+  return found;
 }
 
 // Take bytes of the card. Returns 0 if it has no more.
@@ -83,8 +83,6 @@ static size_t whole_pages(size_t bytes) {
 }
 
 // ---- the runtime's
-extern cudaError_t card_failed(cudaError_t error);
-
 cudaError_t cudaMalloc(void **pointer, size_t bytes) {
   card_note(ALLOCATION, "cudaMalloc", NULL, bytes);
   bytes = whole_pages(bytes);
@@ -136,7 +134,7 @@ cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
 }
 
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *pointer) {
-  Place place = card_place(pointer, NULL, NULL);
+  Place place = place_of(pointer);
   memset(found, 0, sizeof *found);
   if (place == NOWHERE) return 0;
   found->type = place == ON_HOST ? cudaMemoryTypeHost : cudaMemoryTypeDevice;
@@ -165,28 +163,28 @@ static int copy(void *task) {
   return 1;
 }
 
-// Copy rows, or fill them where there is nothing to copy from, in their stream's turn.
-static void move(Copy what, const void *stream) {
-  if (card_inside || !card_computes) return;
+static void post(Copy what, const void *stream) {
   Copy *task = malloc(sizeof *task);
   *task = what;
   card_queue(stream, copy, task);
 }
 
+// Copy rows, or fill them where there is nothing to copy from, in their stream's turn.
+static void move(Copy what, const void *stream) {
+  if (!card_inside && card_computes) post(what, stream);
+}
+
 // Fill memory that torch's allocator gives to a stream, or gets back from it, with NaN in every float format.
 void card_poison(void *at, size_t bytes, const void *stream) {
-  if (!card_has_order()) return;
-  Copy *task = malloc(sizeof *task);
-  *task = (Copy){at, NULL, 0, 0, bytes, 1, 0xff};
-  card_queue(stream, copy, task);
+  if (card_has_order()) post((Copy){at, NULL, 0, 0, bytes, 1, 0xff}, stream);
 }
 
 static const char *direction(enum cudaMemcpyKind kind, const void *to, const void *from) {
   static const char *names[] = {"host to host",     "host to device",          "device to host",
                                 "device to device", "pageable host to device", "device to pageable host"};
   if (kind == cudaMemcpyDefault) return "default";
-  if (kind == cudaMemcpyHostToDevice && card_place(from, NULL, NULL) != ON_HOST) return names[4];
-  if (kind == cudaMemcpyDeviceToHost && card_place(to, NULL, NULL) != ON_HOST) return names[5];
+  if (kind == cudaMemcpyHostToDevice && place_of(from) != ON_HOST) return names[4];
+  if (kind == cudaMemcpyDeviceToHost && place_of(to) != ON_HOST) return names[5];
   return names[kind];
 }
 
@@ -267,21 +265,6 @@ CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
   if (card_has_order()) return 0;
   card_wait_for_all();
   madvise((void *)at, bytes, MADV_DONTNEED);
-  return 0;
-}
-
-CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *access, size_t count) {
-  return 0;
-}
-
-CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *what,
-                                       CUmemAllocationGranularity_flags which) {
-  *bytes = 2 << 20;
-  return 0;
-}
-
-CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr at) {
-  card_place((void *)at, (uintptr_t *)base, bytes);
   return 0;
 }
 

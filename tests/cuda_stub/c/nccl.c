@@ -3,8 +3,7 @@
 // order.
 //
 //   a collective    wait until all members have finished the last one; put my part into my file; when all have put
-//   theirs, compare
-//                   the calls, read, reduce, and finish
+//                   theirs, compare the calls, read, reduce, and finish
 //   send, receive   the same between two members
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -36,7 +35,7 @@ enum { MOST = 16 };
 typedef struct {
   Verb verb;
   int type, reduction, root;
-  size_t count, bytes;
+  size_t count;
   uint64_t posted, finished;
 } Post;
 
@@ -85,20 +84,14 @@ static void store(uint64_t *number, uint64_t value) {
 }
 
 // ---- memory that members share
-static int open_shared(const char *name, const char *part) {
-  char path[256];
+typedef char Path[256];
+
+static int open_shared(Path path, const char *name, const char *part) {
   const char *folder = getenv("TMPDIR");
-  snprintf(path, sizeof path, "%s/cuda-stub-%s%s", folder ? folder : "/tmp", name, part);
+  snprintf(path, sizeof(Path), "%s/cuda-stub-%s%s", folder ? folder : "/tmp", name, part);
   int file = open(path, O_CREAT | O_RDWR | O_CLOEXEC, 0600);
   if (file < 0) card_end("cannot open", path);
   return file;
-}
-
-static void remove_shared(const char *name, const char *part) {
-  char path[256];
-  const char *folder = getenv("TMPDIR");
-  snprintf(path, sizeof path, "%s/cuda-stub-%s%s", folder ? folder : "/tmp", name, part);
-  unlink(path);
 }
 
 // Map at least so many bytes of an area, which its owner makes as large as that.
@@ -117,19 +110,6 @@ static char *area(Area *of, size_t bytes, int is_mine) {
 }
 
 // ---- sums
-static float of_half(uint16_t bits) {
-  _Float16 half;
-  memcpy(&half, &bits, 2);
-  return (float)half;
-}
-
-static uint16_t to_half(float value) {
-  _Float16 half = (_Float16)value;
-  uint16_t bits;
-  memcpy(&bits, &half, 2);
-  return bits;
-}
-
 static float of_bfloat(uint16_t bits) {
   uint32_t wide = (uint32_t)bits << 16;
   float value;
@@ -148,16 +128,16 @@ static uint16_t to_bfloat(float value) {
   (how == MAX ? ((a) > (b) ? (a) : (b)) : how == MIN ? ((a) < (b) ? (a) : (b)) : how == PROD ? (a) * (b) : (a) + (b))
 
 // dtype, its C type, the type of the sum, and the conversions. A ring rounds to the dtype at each hop.
-#define TYPES_OF_SUMS(DO)                        \
-  DO(INT8, int8_t, int8_t, , )                   \
-  DO(UINT8, uint8_t, uint8_t, , )                \
-  DO(INT32, int32_t, int32_t, , )                \
-  DO(UINT32, uint32_t, uint32_t, , )             \
-  DO(INT64, int64_t, int64_t, , )                \
-  DO(UINT64, uint64_t, uint64_t, , )             \
-  DO(FLOAT32, float, float, , )                  \
-  DO(FLOAT64, double, double, , )                \
-  DO(FLOAT16, uint16_t, float, of_half, to_half) \
+#define TYPES_OF_SUMS(DO)            \
+  DO(INT8, int8_t, int8_t, , )       \
+  DO(UINT8, uint8_t, uint8_t, , )    \
+  DO(INT32, int32_t, int32_t, , )    \
+  DO(UINT32, uint32_t, uint32_t, , ) \
+  DO(INT64, int64_t, int64_t, , )    \
+  DO(UINT64, uint64_t, uint64_t, , ) \
+  DO(FLOAT32, float, float, , )      \
+  DO(FLOAT64, double, double, , )    \
+  DO(FLOAT16, _Float16, float, , )   \
   DO(BFLOAT16, uint16_t, float, of_bfloat, to_bfloat)
 
 // Add `more` to `sum`, in place; at the last hop of an average, divide.
@@ -280,7 +260,7 @@ static int receive_message(Call *call) {
   Comm *comm = call->comm;
   Post *post = &comm->header->sent[call->peer][comm->rank];
   if (load(&post->posted) == load(&post->finished)) return 0;
-  Post mine = {RECEIVE, call->type, 0, 0, call->count, 0, post->posted, 0};
+  Post mine = {RECEIVE, call->type, 0, 0, call->count, post->posted, 0};
   if (post->type != call->type || post->count != call->count) refuse(comm, call->peer, post, comm->rank, &mine);
   size_t bytes = call->count * WIDTHS[call->type];
   if (bytes) memcpy(call->to, area(&comm->sent[call->peer][comm->rank], bytes, 0), bytes);
@@ -413,18 +393,19 @@ int ncclCommInitRankConfig(Comm **made, int size, UniqueId id, int rank, const C
   if (!card_computes) return SUCCESS;
   if (size > MOST) card_end("more ranks than the stub's NCCL takes", "ncclCommInitRank");
   for (int i = 0; i < 16; i++) sprintf(comm->name + 2 * i, "%02x", (unsigned char)id.bytes[i]);
-  int file = open_shared(comm->name, "");
+  Path opened[1 + 3 * MOST], *next = opened;
+  int file = open_shared(*next++, comm->name, "");
   if (ftruncate(file, sizeof(Header))) card_end("no room for a communicator", comm->name);
   comm->header = mmap(NULL, sizeof(Header), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   char part[32];
   for (int one = 0; one < size; one++) {
     snprintf(part, sizeof part, ".%d", one);
-    comm->members[one].file = open_shared(comm->name, part);
+    comm->members[one].file = open_shared(*next++, comm->name, part);
     for (int other = 0; other < size; other++) {
       if (one != rank && other != rank) continue;
       snprintf(part, sizeof part, ".%d.%d", one, other);
-      comm->sent[one][other].file = open_shared(comm->name, part);
+      comm->sent[one][other].file = open_shared(*next++, comm->name, part);
     }
   }
   __atomic_add_fetch(&comm->header->joined, 1, __ATOMIC_ACQ_REL);
@@ -433,15 +414,7 @@ int ncclCommInitRankConfig(Comm **made, int size, UniqueId id, int rank, const C
     if (waited > 600 * 1000) card_end("a member never joined the communicator", comm->name);
     usleep(1000);
   }
-  remove_shared(comm->name, "");
-  for (int one = 0; one < size; one++) {
-    snprintf(part, sizeof part, ".%d", one);
-    remove_shared(comm->name, part);
-    for (int other = 0; other < size; other++) {
-      snprintf(part, sizeof part, ".%d.%d", one, other);
-      remove_shared(comm->name, part);
-    }
-  }
+  while (next > opened) unlink(*--next);
   return SUCCESS;
 }
 
@@ -455,18 +428,6 @@ int ncclCommAbort(Comm *comm) {
   return SUCCESS;
 }
 
-int ncclCommFinalize(Comm *comm) {
-  return SUCCESS;
-}
-int ncclCommDestroy(Comm *comm) {
-  return SUCCESS;
-}
-
-int ncclCommGetAsyncError(Comm *comm, int *error) {
-  *error = SUCCESS;
-  return SUCCESS;
-}
-
 int ncclCommCount(const Comm *comm, int *size) {
   *size = comm->size;
   return SUCCESS;
@@ -477,14 +438,6 @@ int ncclCommUserRank(const Comm *comm, int *rank) {
   return SUCCESS;
 }
 
-int ncclGetVersion(int *version) {
-  *version = 22907;
-  return SUCCESS;
-}
-
 const char *ncclGetErrorString(int error) {
   return error ? "an error of the stub's NCCL" : "no error";
-}
-const char *ncclGetLastError(Comm *comm) {
-  return "";
 }

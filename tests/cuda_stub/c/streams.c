@@ -13,6 +13,7 @@
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
+#include <cuda_runtime_api.h>
 #include "card.h"
 
 typedef struct Task {
@@ -223,8 +224,6 @@ int card_has_order(void) {
   return ORDER != AT_ONCE;
 }
 
-extern cudaError_t card_failed(cudaError_t error);
-
 cudaError_t cudaDeviceSynchronize(void) {
   card_note(WAIT, "cudaDeviceSynchronize", NULL, 0);
   card_wait_for_all();
@@ -242,10 +241,6 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
 
-cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-  return 0;
-}
-
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   Stream *asked = stream_of(stream);
   return is_over(asked, asked->posted) ? 0 : card_failed(cudaErrorNotReady);
@@ -259,22 +254,6 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
   *priority = stream_of(stream)->priority;
-  return 0;
-}
-
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-  *status = cudaStreamCaptureStatusNone;
-  return 0;
-}
-
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                     size_t *count) {
-  *status = cudaStreamCaptureStatusNone;
-  return 0;
-}
-
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
   return 0;
 }
 
