@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.cuda_stub.build import LIBRARIES, LISTENER, OURS
-from tests.cuda_stub.operators import FORMS, SIZED_BY_VALUES
+from tests.cuda_stub.operators import FORMS, is_sized_by_values
 
 CPU = torch.device("cpu")
 
@@ -173,7 +173,7 @@ class Values(TorchDispatchMode):
             with self:
                 return _copied(args[0], **kwargs)
         generator = _generator(flat) if operator.is_random else None
-        is_sized = operator.name in SIZED_BY_VALUES and SIZED_BY_VALUES[operator.name](args)
+        is_sized = is_sized_by_values(operator.name, args)
         # The CPU's own generator belongs to the program: it is borrowed at once, not later.
         is_later = LATER.is_on and not is_sized and (generator is None or any(_is_generator(each) for each in flat))
         if not is_later:
