@@ -52,7 +52,7 @@ def build() -> None:
     stamp = LIBRARIES / "libcard.sha256"
     if stamp.exists() and stamp.read_text() == digest:
         return
-    versions = dict(_versions())
+    versions = _versions()
     with TemporaryDirectory() as folder:
         work = Path(folder)
         for path in sources:
@@ -94,15 +94,11 @@ def _link(to: Path, *words: object, compiler: str = "gcc") -> None:
 
 
 def _torch() -> list[Path]:
-    return [
-        path
-        for path in LIBRARIES.glob("lib*.so")
-        if "torch" in path.name or "c10" in path.name or "caffe2" in path.name
-    ]
+    return [path for path in LIBRARIES.glob("lib*.so") if re.search("torch|c10|caffe2", path.name)]
 
 
-def _versions() -> Iterator[tuple[str, set[str]]]:
-    """Yield each library of NVIDIA's that torch needs, with the versions of symbols that torch asks it for."""
+def _versions() -> dict[str, set[str]]:
+    """Return each library of NVIDIA's that torch needs, with the versions of symbols that torch asks it for."""
     found: dict[str, set[str]] = {}
     for path in _torch():
         for name in _NEEDED.findall(_output("readelf", "-dW", path)):
@@ -112,7 +108,7 @@ def _versions() -> Iterator[tuple[str, set[str]]]:
             file = library or file
             if version and file in found:
                 found[file].add(version)
-    yield from found.items()
+    return found
 
 
 def _names(kind: str, *paths: Path) -> Iterator[str]:

@@ -44,31 +44,23 @@ def _make() -> bool:
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "launch" / "constraints.txt").read_text(), re.MULTILINE)
     assert pinned is not None, "the constraints pin torch"
     venv.create(FOLDER, clear=True, with_pip=False)
+    site = next(FOLDER.glob("lib/python3.*/site-packages"))
     # `==` would also take a build for the CPU, whose version has a suffix.
-    if not _installed(f"torch==={pinned[1]}") or not _has_cuda():
+    if not _installed(f"torch==={pinned[1]}") or not (site / "torch" / "lib" / "libtorch_cuda.so").exists():
         return False
-    triton = re.search(r"^Requires-Dist: triton(==\S+);", _metadata(), re.MULTILINE)
+    metadata = next(site.glob("torch-*.dist-info/METADATA")).read_text()
+    triton = re.search(r"^Requires-Dist: triton(==\S+);", metadata, re.MULTILINE)
     if triton is None or not _installed(f"triton{triton[1]}"):
         return False
     # Torch is found in the new environment first, all else in the old one.
-    (_site() / "shared.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{AT_START}\n")
+    (site / "shared.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n{AT_START}\n")
     (FOLDER / "complete").touch()
     return True
 
 
 def _installed(package: str) -> bool:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(PYTHON),
-        "install",
-        "--quiet",
-        "--no-input",
-        "--no-deps",
-        package,
-    ]
+    pip = (sys.executable, "-m", "pip", "--python", str(PYTHON))
+    command = [*pip, "install", "--quiet", "--no-input", "--no-deps", package]
     for _ in range(TRIES):
         try:
             if subprocess.run(command, stdout=sys.stderr, timeout=SECONDS / TRIES, check=False).returncode == 0:
@@ -76,18 +68,6 @@ def _installed(package: str) -> bool:
         except subprocess.TimeoutExpired:
             print(f"installing {package} took too long", file=sys.stderr)
     return False
-
-
-def _site() -> Path:
-    return next(FOLDER.glob("lib/python3.*/site-packages"))
-
-
-def _has_cuda() -> bool:
-    return (_site() / "torch" / "lib" / "libtorch_cuda.so").exists()
-
-
-def _metadata() -> str:
-    return next(_site().glob("torch-*.dist-info/METADATA")).read_text()
 
 
 if __name__ == "__main__":

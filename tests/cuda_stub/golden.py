@@ -210,9 +210,8 @@ def _lines(calls: Sequence[str], groups: Mapping[str, str]) -> Iterator[str]:
             yield f"{label:36}" + "".join(f"{each:10}" for each in (sum(cells), *cells))
     yield from ("", f"{'NCCL calls of the step':36}       bytes  stream          all   forward  backward      rest")
     for what, counts in sorted(messages.items()):
-        yield what + "".join(
-            f"{each:10}" for each in (counts.total(), *(counts[each] for each in ("forward", "backward", "rest")))
-        )
+        cells = (counts.total(), counts["forward"], counts["backward"], counts["rest"])
+        yield what + "".join(f"{each:10}" for each in cells)
 
 
 def _stream(stream: str) -> str:

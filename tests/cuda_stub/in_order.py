@@ -11,7 +11,7 @@ import pytest
 
 from tests.cuda_stub.one_rank import built
 from tests.cuda_stub.plants import NEEDLESS, PLANTS
-from tests.cuda_stub.values import set_order
+from tests.cuda_stub.values import executed
 from tests.harness import run_ranks
 from triaxis.engine.checkpoint.writer import RankWriter
 
@@ -83,8 +83,7 @@ def found_in_order(rank: int, name: str, settings: Sequence[str], order: str, pl
         engine, batches = stack.enter_context(built(rank, name, settings, "cuda"))
         writer = RankWriter(engine.optimizer, rank, in_background=True, on_retry=_raise)
         stack.callback(writer.close)
-        set_order(order)
-        stack.callback(set_order, AT_ONCE)
+        stack.enter_context(executed(order))
         if plant is not None:
             (PLANTS | NEEDLESS)[plant][1](patch)
         steps = [engine.train_step(batches.next_step(), 1e-3)]

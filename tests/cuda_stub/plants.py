@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,43 +26,39 @@ from triaxis.engine.pipeline.p2p import Transport
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-@dataclass(frozen=True)
-class NoWait:
+def no_wait(function: str, call: str = "") -> Plant:
     """Nobody waits for calls in `function` that are written as "operation axis purpose" and match `call`."""
 
-    function: str
-    call: str = ""
-
-    def __call__(self, patch: pytest.MonkeyPatch) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
         wait = Pending.wait
 
         def at_once(pending: Pending) -> torch.Tensor:
-            if pending._written and sys._getframe(1).f_code.co_qualname == self.function:
+            if pending._written and sys._getframe(1).f_code.co_qualname == function:
                 event = pending._written[1]
-                if re.search(self.call, f"{event.op} {event.axis} {event.purpose}"):
+                if re.search(call, f"{event.op} {event.axis} {event.purpose}"):
                     pending._work = ()
             return wait(pending)
 
         patch.setattr(Pending, "wait", at_once)
 
+    return plant
 
-@dataclass(frozen=True)
-class NoLaneWait:
+
+def no_lane_wait(function: str, number: int = 0) -> Plant:
     """The computation does not wait for copies at one of the waits in `function`, by its number."""
 
-    function: str
-    number: int = 0
-
-    def __call__(self, patch: pytest.MonkeyPatch) -> None:
+    def plant(patch: pytest.MonkeyPatch) -> None:
         wait = SideStream.wait
 
         def at_once(lane: SideStream, mark: Any) -> None:
             frame = sys._getframe(1)
-            is_in = frame.f_code.co_qualname == self.function
-            if not is_in or _lines_of_waits(frame.f_code).index(frame.f_lineno) != self.number:
+            is_in = frame.f_code.co_qualname == function
+            if not is_in or _lines_of_waits(frame.f_code).index(frame.f_lineno) != number:
                 wait(lane, mark)
 
         patch.setattr(SideStream, "wait", at_once)
+
+    return plant
 
 
 def _lines_of_waits(code: Any) -> list[int]:
@@ -70,17 +66,25 @@ def _lines_of_waits(code: Any) -> list[int]:
     return sorted({each.lineno for each in uses if each is not None and each.lineno is not None})
 
 
-@dataclass(frozen=True)
-class Put:
+def put(owner: Any, name: str, method: Callable[..., Any]) -> Plant:
     """A method is another one, which gets the method that it replaces before its arguments."""
 
-    owner: Any
-    name: str
-    method: Callable[..., Any]
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        was = owner.__dict__[name]
+        patch.setattr(owner, name, lambda *given, **named: method(was, *given, **named))
 
-    def __call__(self, patch: pytest.MonkeyPatch) -> None:
-        was = self.owner.__dict__[self.name]
-        patch.setattr(self.owner, self.name, lambda *given, **named: self.method(was, *given, **named))
+    return plant
+
+
+def without(owner: Any, name: str) -> Callable[..., Any]:
+    """Return a method for `put`, during which another one does nothing."""
+
+    def method(was: Any, *given: Any) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(owner, name, lambda *ignored: None)
+            return was(*given)
+
+    return method
 
 
 def then_zero(post: Any, axis: Axis, what: Any, *given: Any) -> Any:
@@ -89,18 +93,6 @@ def then_zero(post: Any, axis: Axis, what: Any, *given: Any) -> Any:
     for sent in [what] if isinstance(what, torch.Tensor) else [each.tensor for each in what if each.kind == "send"]:
         sent.detach().zero_()
     return posted
-
-
-def post_without_waiting(post: Any, lane: SideStream, copies: Any) -> Any:
-    with pytest.MonkeyPatch.context() as within:
-        within.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: None)
-        return post(lane, copies)
-
-
-def save_without_waiting(save: Any, writer: RankWriter, folder: Any) -> Any:
-    with pytest.MonkeyPatch.context() as within:
-        within.setattr(FromCuda, "finish", lambda self, mark: None)
-        return save(writer, folder)
 
 
 def save_beside_a_step(save: Any, writer: RankWriter, folder: Any) -> Any:
@@ -131,8 +123,8 @@ def one_host_buffer_for_two_streams(patch: pytest.MonkeyPatch) -> None:
         lane.stream = streams[0]
         return post(lane, copies)
 
-    Put(PinnedPool, "take", same)(patch)
-    Put(SideStream, "post", in_turn)(patch)
+    put(PinnedPool, "take", same)(patch)
+    put(SideStream, "post", in_turn)(patch)
 
 
 def sum_at_once(sent: Any, sums: ReplicaSums, bucket: Bucket | None) -> None:
@@ -163,7 +155,7 @@ def one_receive_buffer(patch: pytest.MonkeyPatch) -> None:
         ]
         return exchange(axis, own, purpose)
 
-    Put(Axis, "exchange", reusing)(patch)
+    put(Axis, "exchange", reusing)(patch)
 
 
 def one_buffer_for_pieces(patch: pytest.MonkeyPatch) -> None:
@@ -191,29 +183,29 @@ def forget_sends(post: Any, transport: Transport, each: Any) -> None:
 
 
 PLANTS: dict[str, tuple[str, Plant]] = {
-    "offload: copies do not wait": ("offload", Put(SideStream, "post", post_without_waiting)),
+    "offload: copies do not wait": ("offload", put(SideStream, "post", without(torch.cuda.Stream, "wait_stream"))),
     "offload: one buffer, two streams": ("offload", one_host_buffer_for_two_streams),
-    "state on the host: a place": ("offload", NoLaneWait("InHostMemory.__iter__", 0)),
-    "state on the host: before it has come": ("offload", NoLaneWait("InHostMemory.__iter__", 1)),
-    "state on the host: at the end": ("offload", NoLaneWait("InHostMemory.__iter__", 2)),
-    "numbers of a step": ("tp", Put(HostCopy, "arrived", lambda was, copy: copy._values)),
-    "a checkpoint, at once": ("offload", Put(RankWriter, "save", save_without_waiting)),
-    "zero 2: a slot": ("zero 2", Put(Slot, "free", lambda was, slot: setattr(slot, "sending", None))),
-    "replicas: before the reduction": ("replicas", Put(ReplicaSums, "sent", sum_at_once)),
+    "state on the host: a place": ("offload", no_lane_wait("InHostMemory.__iter__", 0)),
+    "state on the host: before it has come": ("offload", no_lane_wait("InHostMemory.__iter__", 1)),
+    "state on the host: at the end": ("offload", no_lane_wait("InHostMemory.__iter__", 2)),
+    "numbers of a step": ("tp", put(HostCopy, "arrived", lambda was, copy: copy._values)),
+    "a checkpoint, at once": ("offload", put(RankWriter, "save", without(FromCuda, "finish"))),
+    "zero 2: a slot": ("zero 2", put(Slot, "free", lambda was, slot: setattr(slot, "sending", None))),
+    "replicas: before the reduction": ("replicas", put(ReplicaSums, "sent", sum_at_once)),
     "pp: one receive buffer": ("pp", one_receive_buffer),
-    "pp: what is sent is written": ("pp", Put(Axis, "exchange", then_zero)),
-    "gloo: before the copies": ("gloo", Put(Staging, "_copying", call_gloo_at_once)),
-    "gloo: copies do not wait": ("gloo", Put(Staging, "_copying", post_without_waiting)),
+    "pp: what is sent is written": ("pp", put(Axis, "exchange", then_zero)),
+    "gloo: before the copies": ("gloo", put(Staging, "_copying", call_gloo_at_once)),
+    "gloo: copies do not wait": ("gloo", put(Staging, "_copying", without(torch.cuda.Stream, "wait_stream"))),
     "gloo: buffers used again": (
         "gloo",
-        Put(PinnedPool, "give", lambda give, pool, vector, events=(): give(pool, vector)),
+        put(PinnedPool, "give", lambda give, pool, vector, events=(): give(pool, vector)),
     ),
     "cp1: one buffer for all packed pieces": ("cp", one_buffer_for_pieces),
-    "ep3: results into the sent rows": ("ep", Put(Axis, "all_to_all_rows", then_zero)),
-    "ep6: experts before their gradient": ("expert dp", Put(Bucket, "grad_added", reduce_experts_early)),
-    "off1: freed before the copy": ("offload", NoLaneWait("HostMemory.let_go")),
-    "off2: backward without the wait": ("offload", NoLaneWait("HostMemory.arrived")),
-    "save1: a step goes on during a save's copy": ("offload", Put(RankWriter, "save", save_beside_a_step)),
+    "ep3: results into the sent rows": ("ep", put(Axis, "all_to_all_rows", then_zero)),
+    "ep6: experts before their gradient": ("expert dp", put(Bucket, "grad_added", reduce_experts_early)),
+    "off1: freed before the copy": ("offload", no_lane_wait("HostMemory.let_go")),
+    "off2: backward without the wait": ("offload", no_lane_wait("HostMemory.arrived")),
+    "save1: a step goes on during a save's copy": ("offload", put(RankWriter, "save", save_beside_a_step)),
 }
 """Layout, and what is taken out. Names with a number are an audit's."""
 
@@ -221,19 +213,19 @@ BY_TORCH = "torch keeps the tensors of a call of NCCL until it is over, also if 
 BY_ORDER = "a later call of the same communicator is waited for first"
 
 NEEDLESS: dict[str, tuple[str, Plant, str]] = {
-    "pp: last sends": ("pp", NoWait("Transport.finish"), BY_TORCH),
+    "pp: last sends": ("pp", no_wait("Transport.finish"), BY_TORCH),
     "pp: sends are over at once": ("pp", lambda patch: patch.setattr(Pending, "completed", True), BY_TORCH),
-    "pp: what is sent is let go": ("pp", Put(Transport, "post", forget_sends), BY_TORCH),
+    "pp: what is sent is let go": ("pp", put(Transport, "post", forget_sends), BY_TORCH),
     "ep2: sent rows are not kept": (
         "ep",
-        Put(Pending, "__init__", lambda init, self, *given, **named: init(self, *given, **named | {"keep": ()})),
+        put(Pending, "__init__", lambda init, self, *given, **named: init(self, *given, **named | {"keep": ()})),
         BY_TORCH,
     ),
-    "step: load of experts": ("ep", NoWait("Engine.update", "load"), BY_ORDER),
+    "step: load of experts": ("ep", no_wait("Engine.update", "load"), BY_ORDER),
 }
 """The same, and why no order sees it."""
 
 
 for _line in Path(__file__).with_name("waits.txt").read_text().splitlines():
     _name, _layout, *_words = (each.strip() for each in _line.split("|"))
-    PLANTS[_name] = (_layout, NoWait(*_words))
+    PLANTS[_name] = (_layout, no_wait(*_words))

@@ -4,36 +4,21 @@ Without them, the first kernel of such a process ends it (c/card.c).
 """
 
 import ctypes
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from tests.cuda_stub.build import LIBRARIES
 
-
-def _values_of_operators(torch: ModuleType) -> None:
-    from tests.cuda_stub import values
-
-    values.install()
-
-
-def _values_of_compiled_functions(fusion: ModuleType) -> None:
-    from tests.cuda_stub import values
-
-    fusion.CompiledFunction = values.with_values(fusion.CompiledFunction)  # type: ignore[attr-defined]
-
-
-AFTER: dict[str, Callable[[ModuleType], None]] = {
-    "torch": _values_of_operators,
-    "triaxis.engine.kernels.fusion": _values_of_compiled_functions,
-}
-"""What is called after a module has been imported, with the module."""
+AFTER = {"torch": "install", "triaxis.engine.kernels.fusion": "install_in_compiler"}
+"""The function of `values.py` that is called after a module has been imported, with the module."""
 
 
 class AfterImport(MetaPathFinder):
-    """Finds modules as Python does, and calls AFTER's functions."""
+    """Finds modules as Python does, and calls the functions of AFTER."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -45,7 +30,7 @@ class AfterImport(MetaPathFinder):
 
         def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            AFTER[name](module)
+            getattr(importlib.import_module("tests.cuda_stub.values"), AFTER[name])(module)
 
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

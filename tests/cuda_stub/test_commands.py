@@ -74,19 +74,15 @@ def test_a_rank_that_stands_still_is_named_and_nccl_tells_its_call(tmp_path: Pat
     assert re.fullmatch(r"nccl:(_all_gather_base|_reduce_scatter_base|all_reduce)", waits["profiling_name"])
 
 
-NARROW = (
-    "train",
-    *SMALL[:6],
-    *layout(),
-    "model.seq_length=2048",
-    "train.global_batch_size=4",
-    "train.micro_batch_size=4",
-)
-"""A run whose scores of a layer are 4 samples x 4 heads x 2048 x 2048 numbers, 256 MiB, where attention makes them."""
-
-
 def test_a_card_that_is_too_small_is_told_in_numbers(tmp_path: Path) -> None:
-    words = (*NARROW, *EAGER, "kernels.attention=explicit", "train.steps=20", "checkpoint.interval=never")
+    # Scores of a layer are 4 samples x 4 heads x 2048 x 2048 numbers, 256 MiB, where attention makes them.
+    wide = (
+        "model.seq_length=2048",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=4",
+        "kernels.attention=explicit",
+    )
+    words = ("train", *SMALL[:6], *layout(), *EAGER, *wide, "train.steps=20", "checkpoint.interval=never")
     done = run(tmp_path, *TRIAXIS, *words, within_seconds=LONGEST, **cards(1), CARD_GIB="0.5")
     told = done.out[done.out.find("is out of memory") :]
     assert done.exit_code == ExitCode.MISTAKE

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from tests.cuda_stub.in_order import layout
+from tests.cuda_stub.in_order import LAYOUTS, layout
 from tests.cuda_stub.one_rank import Numbers, numbers_of_steps
 from tests.harness import run_ranks
 
@@ -21,21 +21,14 @@ def on_cards(size: int, name: str, settings: list[str], num_steps: int = 3) -> l
     return run_ranks(numbers_of_steps, size, name, settings, "cuda", num_steps, device="cuda", timeout_seconds=LONGEST)
 
 
-LAYOUTS: dict[str, tuple[str, int, list[str], dict[str, str]]] = {
-    "tp2 sp": ("gpt_tiny", 2, layout(tp=2), {}),
-    "pp2 vpp2": ("gpt_tiny", 2, layout(pp=2, vpp=2), {}),
-    "dp2": ("gpt_tiny", 2, layout(dp=2), {}),
-    "cp2": ("gpt_tiny", 2, layout(cp=2), {"attention": "blocks"}),
-    "ep2 all-to-all": ("moe_tiny", 2, [*layout(dp=2, ep=2), "kernels.dispatch=all_to_all"], {"dispatch": "all_to_all"}),
-    "tp2 pp2": ("gpt_tiny", 4, layout(tp=2, pp=2), {}),
-    "zbv, offload": (
-        "gpt_tiny",
-        2,
-        [*layout(pp=2, vpp=2), "schedule.name=zbv", "offload.num_layers=1", "offload.min_bytes=1"],
-        {},
-    ),
+CASES = {name: LAYOUTS[name] for name in ("tp", "pp", "cp", "ep")} | {
+    "dp": (2, "gpt_tiny", layout(dp=2)),
+    "tp pp": (4, "gpt_tiny", layout(tp=2, pp=2)),
+    "zbv, offload": (2, "gpt_tiny", [*LAYOUTS["zbv"][2], "offload.num_layers=1", "offload.min_bytes=1"]),
 }
-"""Configuration, ranks, settings, and the kernels that are others than those of one rank."""
+
+OTHERS = {"cp": {"attention": "blocks"}, "ep": {"dispatch": "all_to_all"}}
+"""Kernels of a layout that are others than those of one rank."""
 
 
 @cache
@@ -43,12 +36,12 @@ def alone(name: str, settings: tuple[str, ...]) -> Numbers:
     return numbers_of_steps(0, name, [*settings, "parallel.ep=1"], "cuda")
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
 def test_a_layout_trains_as_one_rank(case: str) -> None:
-    name, size, settings, others = LAYOUTS[case]
+    size, name, settings = CASES[case]
     expected, kernels = alone(name, (FP32,))
     for found, choices in on_cards(size, name, [FP32, *settings]):
-        assert choices == kernels | others
+        assert choices == kernels | OTHERS.get(case, {})
         assert found == pytest.approx(expected, rel=IN_FP32)
 
 

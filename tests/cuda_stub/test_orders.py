@@ -5,18 +5,16 @@ import math
 import pytest
 import torch
 
-from tests.cuda_stub.in_order import AT_ONCE, LAYOUTS, ORDERS, at_once, run_layout
-from tests.cuda_stub.values import set_order
+from tests.cuda_stub.in_order import LAYOUTS, ORDERS, at_once, run_layout
+from tests.cuda_stub.values import executed
 
 IN_CI = [("offload", "late"), ("zero 3", "1")]
 
 
 def sums(order: str, *, waits: bool, keeps: bool) -> list[float]:
     """Sum 1000 equal numbers in a side stream, four times, while their memory is given to others."""
-    side = torch.cuda.Stream()
-    set_order(order)
-    try:
-        found = []
+    side, found = torch.cuda.Stream(), []
+    with executed(order):
         for number in range(4):
             x = torch.full((1000,), number + 1.0, device="cuda")
             x *= 3
@@ -30,9 +28,7 @@ def sums(order: str, *, waits: bool, keeps: bool) -> list[float]:
             torch.full((1000,), 7.0, device="cuda")
             side.synchronize()
             found.append(total.item())
-        return found
-    finally:
-        set_order(AT_ONCE)
+    return found
 
 
 def test_a_wait_and_a_record_of_the_stream_are_needed_and_enough() -> None:
@@ -45,29 +41,23 @@ def test_a_wait_and_a_record_of_the_stream_are_needed_and_enough() -> None:
 
 
 def test_new_and_freed_memory_is_nan_in_its_streams_turn() -> None:
-    set_order("late")
-    try:
+    with executed("late"):
         x = torch.ones(1000, device="cuda")
         at = x.data_ptr()
         del x
         again = torch.empty(1000, device="cuda")
         pinned = torch.empty(1000, pin_memory=True)
         assert again.data_ptr() == at and math.isnan(again[0].item()) and math.isnan(pinned[0])
-    finally:
-        set_order(AT_ONCE)
 
 
 def test_a_card_goes_on_without_its_host_and_who_asks_for_an_event_gets_it() -> None:
-    set_order("late")
-    try:
+    with executed("late"):
         torch.ones(1000, device="cuda")
         event = torch.cuda.Event()
         event.record()
         assert not event.query()
         while not event.query():
             pass
-    finally:
-        set_order(AT_ONCE)
 
 
 CASES = [

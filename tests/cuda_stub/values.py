@@ -6,7 +6,7 @@ exception would be swallowed by the trial of a kernel, and another kernel would 
 
 A compiled function is one operator: its graph runs on the card, then its own Python gives the values.
 
-In an order (`set_order`), the second call is a task in the operator's stream, as copies and messages are.
+In an order (`executed`), the second call is a task in the operator's stream, as copies and messages are.
 """
 
 import atexit
@@ -16,8 +16,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,24 +36,31 @@ WRITTEN_IN_PYTHON = ("torch_attn",)
 """Namespaces of torch's own operators that Python functions implement."""
 
 WITHOUT_VALUES = {
-    f"aten::{name}"
-    for name in (
-        "detach",
-        "lift_fresh",
-        "record_stream",
-        "is_pinned",
-        "set_",
-        "resize_",
-        "_local_scalar_dense",
-        "_pin_memory",
-    )
+    "aten::detach",
+    "aten::lift_fresh",
+    "aten::record_stream",
+    "aten::is_pinned",
+    "aten::set_",
+    "aten::resize_",
+    "aten::_local_scalar_dense",
+    "aten::_pin_memory",
 }
 """Operators that compute nothing on the device, or only copy, which the stub does."""
 
 
+@cache
 def library() -> ctypes.CDLL:
     """Return the stub, which torch has loaded."""
     return ctypes.CDLL(str(LIBRARIES / OURS))
+
+
+def on_card(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose kernels get values."""
+    library().card_enter()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        library().card_leave()
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,7 +117,6 @@ class Later:
 
     def __init__(self) -> None:
         self.is_on = False
-        self._stub = library()
         self._tasks: dict[int, Callable[[], object]] = {}
         self._numbers = itertools.count(1)
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compute)
@@ -121,16 +129,16 @@ class Later:
             atexit.register(self.order, "")
             self._listens = True
         self.is_on = bool(order)
-        self._stub.card_order(order.encode())
+        library().card_order(order.encode())
 
     def wait(self) -> None:
         """Wait for what is queued in the current stream."""
-        self._stub.card_wait_for_stream(ctypes.c_void_p(_stream()))
+        library().card_wait_for_stream(ctypes.c_void_p(_stream()))
 
     def post(self, compute: Callable[[], object]) -> None:
         number = next(self._numbers)
         self._tasks[number] = compute
-        self._stub.cudaLaunchHostFunc(ctypes.c_void_p(_stream()), self._run, ctypes.c_void_p(number))
+        library().cudaLaunchHostFunc(ctypes.c_void_p(_stream()), self._run, ctypes.c_void_p(number))
 
     def _compute(self, number: int) -> None:
         try:
@@ -143,9 +151,14 @@ class Later:
 LATER = Later()
 
 
-def set_order(order: str) -> None:
+@contextmanager
+def executed(order: str) -> Iterator[None]:
     """Wait for the card; then execute what is posted in an order: "late", "early", a seed, or "" for at once."""
     LATER.order(order)
+    try:
+        yield
+    finally:
+        LATER.order("")
 
 
 class Values(TorchDispatchMode):
@@ -154,7 +167,6 @@ class Values(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._operators: dict[Any, Operator] = {}
-        self._stub = library()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -175,7 +187,8 @@ class Values(TorchDispatchMode):
         generator = _generator(flat) if operator.is_random else None
         is_sized = is_sized_by_values(operator.name, args)
         # The CPU's own generator belongs to the program: it is borrowed at once, not later.
-        is_later = LATER.is_on and not is_sized and (generator is None or any(_is_generator(each) for each in flat))
+        borrows = operator.is_random and not any(isinstance(each, torch.Generator) for each in flat)
+        is_later = LATER.is_on and not is_sized and not borrows
         if not is_later:
             # What is queued in the stream comes first: messages of other ranks, and what waits for them.
             LATER.wait()
@@ -189,20 +202,13 @@ class Values(TorchDispatchMode):
         if is_later and not any(operator.is_new):
             # Before the call, which may wait for its own copy, or mark its end.
             LATER.post(compute)
-            return self._called(func, args, kwargs)
-        found = self._called(func, args, kwargs)
+            return on_card(func, *args, **kwargs)
+        found = on_card(func, *args, **kwargs)
         if not isinstance(found, (torch.Tensor, tuple, list)):
             LATER.wait()
             return compute()
         _write(_places(operator, found), compute, is_later)
         return found
-
-    def _called(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self._stub.card_enter()
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self._stub.card_leave()
 
     def _computed(self, operator: Operator, seen: list[Any], tree: Any, generator: torch.Generator | None) -> Any:
         args, kwargs = pytree.tree_unflatten(seen, tree)
@@ -258,10 +264,6 @@ def _kept(value: Any, first: Any, generator: torch.Generator | None) -> Any:
     if isinstance(value, torch.Tensor) and not _is_on_card(value) and value is not first and not value.is_pinned():
         return value.clone()
     return _seen(value, generator)
-
-
-def _is_generator(value: object) -> bool:
-    return isinstance(value, torch.Generator)
 
 
 def _crosses(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -324,7 +326,7 @@ def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the engine's compiler: a call of a compiled function runs its graph on the card, then the function on the CPU."""
 
     def compile_with_values(function: Callable[..., Any], lengths: str) -> Callable[..., Any]:
-        made, stub = compiled(function, lengths), library()
+        made = compiled(function, lengths)
 
         def call(*arguments: Any) -> Any:
             # torch compiles nothing under a dispatch mode.
@@ -333,11 +335,7 @@ def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
                     return made(*arguments)
                 if not LATER.is_on:
                     LATER.wait()
-                stub.card_enter()
-                try:
-                    found = made(*arguments)
-                finally:
-                    stub.card_leave()
+                found = on_card(made, *arguments)
                 with torch.no_grad():
                     seen = pytree.tree_map_only(torch.Tensor, lambda each: _kept(each.detach(), None, None), arguments)
                     places = [_place(leaf) for leaf in pytree.tree_leaves(found)]
@@ -350,6 +348,11 @@ def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return compile_with_values
 
 
+def install_in_compiler(fusion: ModuleType) -> None:
+    """Give compiled functions of the engine their values."""
+    fusion.CompiledFunction = with_values(fusion.CompiledFunction)  # type: ignore[attr-defined]
+
+
 RUN, SHOW = threading.Thread.run, torch._tensor_str._str
 
 
@@ -358,7 +361,7 @@ def _run_with_values(thread: threading.Thread) -> None:
         RUN(thread)
 
 
-def install() -> None:
+def install(torch: ModuleType) -> None:
     """Give every operator of this process its values: in this thread, in those that start later, and in forked processes."""
     threading.Thread.run = _run_with_values  # type: ignore[method-assign]
     # torch prints tensors without modes.
