@@ -30,7 +30,7 @@ cd "$triaxis_root"
 if [ -n "$stub" ]; then
   python=$("$python" tests/cuda_stub/environment.py)
   tier=(--dist load -m "(cuda_stub or gpu) and not card and not slow")
-  [ ${#arguments[@]} != 0 ] || arguments=(tests/cuda_stub tests/engine tests/launch/footprint tests/launch/rank)
+  [[ " ${arguments[*]}" == *" tests/"* ]] || arguments+=(tests/cuda_stub tests/engine tests/launch/footprint tests/launch/rank)
 fi
 export OMP_NUM_THREADS=1
 export PYTHONPATH="$triaxis_root:$triaxis_root/tests/plugins${PYTHONPATH:+:$PYTHONPATH}"
