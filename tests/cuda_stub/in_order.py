@@ -41,6 +41,7 @@ LAYOUTS: dict[str, tuple[int, str, list[str]]] = {
     "ep": (2, "moe_tiny", [*layout(dp=2, ep=2), "kernels.dispatch=all_to_all"]),
     "zero 3": (2, "gpt_tiny", [*layout(dp=2), "parallel.zero=3"]),
     "offload": (2, "gpt_tiny", [*layout(dp=2), *OFFLOAD, "optimizer.offload=cpu"]),
+    "gloo": (2, "gpt_tiny", [*layout(pp=2), "runtime.collectives=gloo"]),
 }
 """Ranks, configuration and settings."""
 
@@ -52,7 +53,6 @@ MORE_LAYOUTS = {
     "expert dp": (4, "moe_tiny", [*layout(dp=4, ep=2), "kernels.dispatch=all_to_all"]),
     "fp8": (2, "gpt_tiny", [*layout(tp=2), "precision.fp8.recipe=tensorwise"]),
     "fp8 dp": (4, "gpt_tiny", [*layout(dp=4), "parallel.dp_replicas=2", "precision.fp8.recipe=tensorwise"]),
-    "gloo": (2, "gpt_tiny", [*layout(pp=2), "runtime.collectives=gloo"]),
 }
 """Others, in which something is taken out that those above do not have."""
 
@@ -86,9 +86,11 @@ def found_in_order(rank: int, name: str, settings: Sequence[str], order: str, pl
         stack.enter_context(executed(order))
         if plant is not None:
             (PLANTS | NEEDLESS)[plant][1](patch)
-        steps = [engine.train_step(batches.next_step(), 1e-3)]
+        posted = [engine.update(engine.forward_backward(batches.next_step()), 1e-3)]
         saved = writer.save(folder)
-        steps += [engine.train_step(batches.next_step(), 1e-3) for _ in range(2)]
+        # As in training, the host reads a step when more are posted: nothing it has filled may be filled anew before.
+        posted += [engine.update(engine.forward_backward(batches.next_step()), 1e-3) for _ in range(2)]
+        steps = [each.wait() for each in posted]
         validated = engine.evaluate([batches.next_step()])
         saved.result()
         (file,) = folder.glob("*.safetensors")
