@@ -3,10 +3,13 @@
 from functools import cache
 
 import pytest
+import torch
 
 from tests.cuda_stub.in_order import LAYOUTS, layout
 from tests.cuda_stub.one_rank import Numbers, numbers_of_steps
 from tests.harness import run_ranks
+from triaxis.engine.comm.runtime import RankEnvironment, start
+from triaxis.engine.config.schema.run import RuntimeConfig
 
 IN_FP32 = 2e-6
 """Largest relative difference in fp32, where sums over ranks have another order."""
@@ -52,3 +55,12 @@ def test_experts_train_with_the_cards_own_kernels_on_unequal_batches() -> None:
     assert choices["experts"] == "grouped" and choices["elementwise"] == "compiled"
     expected, _ = numbers_of_steps(0, "moe_tiny", ["precision.dtype=bf16", "parallel.ep=1"], "cuda", 12)
     assert found[0] == pytest.approx(expected[0], rel=1e-3) and found[-2] < found[0]
+
+
+def current_card(rank: int) -> int:
+    start(RankEnvironment(local_rank=3), RuntimeConfig(device="cuda"))
+    return torch.cuda.current_device()
+
+
+def test_a_ranks_card_is_the_current_one() -> None:
+    assert run_ranks(current_card, 1) == [3]
