@@ -17,30 +17,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
+from benchmarks.host.lone_rank import lone_engine
 from tests.cuda_stub.build import variables
-from tests.cuda_stub.values import Values, library, with_values
+from tests.cuda_stub.values import library
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
 from triaxis.engine.data.loader import count_labels
-from triaxis.engine.device.allocator import set_up_allocator
 from triaxis.engine.expert_parallel.dispatch import ExchangeDispatch
-from triaxis.engine.kernels import fusion
-from triaxis.engine.kernels.registry import open_kernels
 from triaxis.engine.pipeline.actions import Action
 from triaxis.engine.run.garbage import GarbageCollection
 from triaxis.engine.step import Engine
-from triaxis.engine.train import build
-from triaxis.launch.footprint.real import draw_weights
 from triaxis.launch.footprint.routing import counts_in_turn, known_rows
 from triaxis.launch.footprint.run import assumed_rows, microbatches
-from triaxis.models.gpt.chunk import GPTChunk, build_chunks
-from triaxis.models.predict.rank_memory import predicted_memory, resolve_recompute
+from triaxis.models.gpt.chunk import GPTChunk
+from triaxis.models.predict.rank_memory import predicted_memory
 
 FOLDER = Path(__file__).with_name("golden")
 OURS = f"{Path(__file__).resolve().parents[2]}/triaxis/"
@@ -70,36 +64,21 @@ NOTES = "\nnotes\n"
 
 def text_of(name: str, calls: Path) -> str:
     """Record the third step of a configuration. Needs a process of its own."""
-    (path, size, settings), device = ROWS[name], torch.device("cuda", 0)
+    path, size, settings = ROWS[name]
     words = ["data.synthetic=true", *settings.split()]
     config = load_config(f"configs/{path}.yaml", words, {}, world_size=size)
-    sizes, model = parallel_sizes(config), config.model
-    config, grid = resolve_recompute(config, sizes), rank_grid(config, sizes)
+    engine, sizes = lone_engine(config), parallel_sizes(config)
+    config, grid = engine.config, rank_grid(config, sizes)
     predicted = predicted_memory(config, sizes, 0).tensors
-    library().card_values(0)
-    torch.cuda.set_device(device)
-    set_up_allocator(config.runtime, os.environ, device)
-    with (
-        patch("torch.distributed.distributed_c10d._store_based_barrier"),
-        patch("triaxis.engine.comm.topology.compare_group_counts"),
-    ):
-        if size > 1:
-            dist.init_process_group("nccl", rank=0, world_size=size, store=dist.HashStore())
-        topology = Topology(grid, 0, device, kv_heads=model.kv_heads, has_experts=model.has_experts)
-    library().card_values(1)
-    with patch.object(fusion, "CompiledFunction", with_values(fusion.CompiledFunction)), Values():
-        kernels = open_kernels(config, topology, is_alone=True)
-    library().card_values(0)
-    torch.cuda.reset_peak_memory_stats(device)
-    if model.has_experts:
+    if config.model.has_experts:
         known, plan = known_rows(counts_in_turn(config, grid, 0, assumed_rows(config)), grid, 0), ExchangeDispatch._plan
         ExchangeDispatch._plan = lambda self, chosen, read, counts: plan(self, chosen, known, counts)  # type: ignore[method-assign]
-    _run(build(config, topology, build_chunks, draw_weights, kernels), calls)
-    peak = torch.cuda.max_memory_allocated(device)
+    _run(engine, calls)
+    peak = torch.cuda.max_memory_allocated()
     lines = [
         f"configs/{path}.yaml, rank 0 of {size}, {settings}",
-        ", ".join(f"{kernel} {choice}" for kernel, choice in kernels.choices.named().items()),
-        *_lines(calls.read_text().splitlines(), _groups(topology)),
+        ", ".join(f"{kernel} {choice}" for kernel, choice in engine.kernels.choices.named().items()),
+        *_lines(calls.read_text().splitlines(), _groups(engine.topology)),
         *("", "memory"),
         f"{'peak of the allocator':36}{peak / 2**30:9.3f} GiB",
         f"{'prediction':36}{predicted / 2**30:9.3f} GiB",

@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 
 import pytest
-import torch
 
-from tests.cuda_stub.one_rank import built, numbers_of_steps
+from tests.cuda_stub.one_rank import numbers_of_steps
 
 HOPPER = {
     "attention": "cudnn",
@@ -91,11 +90,3 @@ def test_another_card_gets_its_own_kernels(card: str, precision: str) -> None:
     assert choices == OTHER_CARDS[card, precision]
     expected, _ = numbers_of_steps(0, "gpt_tiny", settings, "cpu")
     compare(found, expected, COARSE)
-
-
-def test_a_compiled_update_gets_factors_as_exact_as_its_numbers() -> None:
-    with built(0, "gpt_tiny", ["precision.dtype=fp32", "optimizer.beta2=0.999"], "cuda") as (engine, _):
-        factors = engine.optimizer._factors(1e-3, torch.ones((), device="cuda")).tolist()
-    expected = [1e-3 / (1 - engine.config.optimizer.beta1), (1 - 0.999) ** -0.5, 1e-3]
-    for row in factors:
-        assert row[:3] == pytest.approx(expected, rel=1e-7)
