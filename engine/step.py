@@ -23,7 +23,7 @@ backward.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -126,6 +126,8 @@ class Engine:
         self.loss_scale = LossScale(self.config.precision.scaling, self.topology.device)
         self._world = self.topology.axis("world")
         self._retries = self.count_retries()
+        self._no_limits = torch.tensor(NO_LIMITS, dtype=AGREEMENT_DTYPE, device=self.topology.device)
+        self._pack, self._decide = self.kernels.fusion(pack), self.kernels.fusion(_decide)
 
     @property
     def schedule(self) -> Schedule:
@@ -229,40 +231,39 @@ class Engine:
             if flag:
                 one.fill_(flag)
         # All ranks meet here. The rest depends only on these sums and on shared limits, so all ranks decide the same.
-        agreed = unpack(self._world.all_reduce(pack(mine), "step").wait(), mine)
-
-        loss_sum, square_sum, num_tokens = agreed["loss_sum"], agreed["square_sum"], losses.labels[0]
-        # A global batch without a counted label reports a loss of zero.
-        divisors = losses.labels.clamp(min=LEAST_LABELS)
-        loss, unscale = loss_sum / divisors[0], 1.0 / used
-        # Main grads still contain the loss scale: the norm is divided by it here, the gradients in the optimizer's pass below.
-        grad_norm = square_sum.sqrt() * unscale
-        has_overflowed = square_sum.isfinite().logical_not()
-        is_bad = loss_sum.isfinite().logical_not() | (loss > limits.divergence) | (agreed["dropped"] > 0)
-        # If the scale can still fall, later steps may succeed at a lower one, so this is an overflow, not a divergence.
-        is_bad |= has_overflowed & self.loss_scale.can_fall().logical_not()
-        # It stays set, except with `skip`. The next step is posted before the host reads this one, and must not update either.
-        self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
-        is_outlier = (loss > limits.loss) | (grad_norm > limits.grad_norm)
-        code = skip_code(is_outlier, num_tokens == 0, has_overflowed, self.diverged)
-        skip = code > 0
-        self.loss_scale.update(code == SKIPS.index("overflowed"), skip)
-        clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
-        self.optimizer.step(lr, unscale if clipped is None else unscale * clipped, skip=skip)
-        ahead = losses_ahead(agreed["ahead"], divisors[1:], self.config.model.mtp)
+        agreed = unpack(self._world.all_reduce(self._pack([*mine.values()]), "step").wait(), mine)
+        # Numbers that change are tensors: Python's would be compiled into the kernel.
+        limited = self._no_limits if limits == NO_LIMITS else to_device(limits, AGREEMENT_DTYPE, self.topology.device)
+        decision = Decision(
+            *self._decide(
+                agreed["loss_sum"],
+                agreed["square_sum"],
+                agreed["dropped"],
+                losses.labels,
+                limited,
+                used,
+                self.loss_scale.can_fall(),
+                self.diverged,
+                self.config.resilience.on_nonfinite == "skip",
+                self.config.optimizer.clip_grad,
+            )
+        )
+        self.diverged, skip = decision.diverged, decision.skip
+        self.loss_scale.update(decision.code == SKIPS.index("overflowed"), skip)
+        self.optimizer.step(lr, decision.grad_scale, skip=skip)
         numbers = agreed | {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "num_tokens": num_tokens,
-            "skip": code,
-            "ahead": ahead,
+            "loss": decision.loss,
+            "grad_norm": decision.grad_norm,
+            "num_tokens": losses.labels[0],
+            "skip": decision.code,
+            "ahead": losses_ahead(agreed["ahead"], decision.divisors[1:], self.config.model.mtp),
         }
         if self.loss_scale.is_reported:
             numbers["loss_scale"] = used
         if load is not None and posted is not None:
             numbers["load"] = posted.wait()
             load.update(numbers["load"], skip=skip)
-        return PendingResult(numbers, limits)
+        return PendingResult(numbers, limits, self._pack)
 
     def receive_late(self) -> bool:
         """Switch the next runs to late receives, which are posted right before their use.
@@ -292,7 +293,7 @@ class Engine:
         for microbatches in steps:
             losses = self.executor.run(self.forward_programs.next(), microbatches, self._loss)
             counts += self._count(losses, microbatches)
-        vector = pack({"counts": counts, "dropped": self._dropped()})
+        vector = pack([counts, self._dropped()])
         loss_sum, total, dropped = self._world.all_reduce(vector, "validation").wait().tolist()
         if dropped:
             raise DivergenceError(f"Validation: {without_room(int(dropped))}.")
@@ -331,3 +332,67 @@ class Engine:
         if not losses or self.topology.coordinates.tp != 0:
             return torch.zeros(number, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         return torch.stack(list(losses)).sum(0).to(AGREEMENT_DTYPE).view(-1)[:number]
+
+
+class Decision(NamedTuple):
+    """What all ranks decide about a step, on the device.
+
+    Attributes:
+        loss: per token.
+        grad_norm: before clipping, without the loss scale.
+        divisors: numbers of counted labels, each at least `LEAST_LABELS`.
+        code: index in `SKIPS`.
+        skip: whether the step updates nothing.
+        diverged: whether this or an earlier step has diverged.
+        grad_scale: factor for the gradients, which undoes the loss scale and clips.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    divisors: torch.Tensor
+    code: torch.Tensor
+    skip: torch.Tensor
+    diverged: torch.Tensor
+    grad_scale: torch.Tensor
+
+
+def _decide(
+    loss_sum: torch.Tensor,
+    square_sum: torch.Tensor,
+    dropped: torch.Tensor,
+    labels: torch.Tensor,
+    limits: torch.Tensor,
+    scale: torch.Tensor,
+    scale_can_fall: torch.Tensor,
+    diverged: torch.Tensor,
+    forgets: bool,
+    max_norm: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """Compute a `Decision`. It depends only on sums over all ranks and on shared limits, so all ranks decide the same.
+
+    Args:
+        loss_sum, square_sum, dropped: sums over the ranks, in float64.
+        labels: numbers of counted labels [1 + D].
+        limits: the numbers of `StepLimits`.
+        scale, scale_can_fall: the gradients' loss scale, and whether a later step may have a smaller one.
+        diverged: whether an earlier step has diverged.
+        forgets: whether an earlier divergence does not count.
+        max_norm: largest gradient norm; None: no limit.
+    """
+    most_loss, most_loss_here, most_norm = limits.unbind()
+    # A global batch without a counted label reports a loss of zero.
+    divisors = labels.clamp(min=LEAST_LABELS)
+    loss, unscale = loss_sum / divisors[0], 1.0 / scale
+    # Main grads still contain the loss scale: the norm is divided by it here, the gradients in the optimizer's pass.
+    grad_norm = square_sum.sqrt() * unscale
+    has_overflowed = square_sum.isfinite().logical_not()
+    is_bad = loss_sum.isfinite().logical_not() | (loss > most_loss) | (dropped > 0)
+    # If the scale can still fall, later steps may succeed at a lower one, so this is an overflow, not a divergence.
+    is_bad = is_bad | has_overflowed & scale_can_fall.logical_not()
+    # It stays set, except with `skip`. The next step is posted before the host reads this one, and must not update either.
+    diverged = is_bad if forgets else diverged | is_bad
+    is_outlier = (loss > most_loss_here) | (grad_norm > most_norm)
+    code = skip_code(is_outlier, labels[0] == 0, has_overflowed, diverged)
+    clipped = clip_factor(grad_norm, max_norm)
+    grad_scale = unscale if clipped is None else unscale * clipped
+    return loss, grad_norm, divisors, code, code > 0, diverged, grad_scale

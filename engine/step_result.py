@@ -1,7 +1,7 @@
 """Packs a step's numbers, reads them on the host, and explains skipped updates."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -38,9 +38,9 @@ def skip_code(*reasons: torch.Tensor) -> torch.Tensor:
     return torch.stack([reason * place for place, reason in enumerate(reasons, start=1)]).amax()
 
 
-def pack(numbers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Pack named tensors with any shape and dtype into one float64 vector."""
-    return torch.cat([each.flatten().to(AGREEMENT_DTYPE) for each in numbers.values()])
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Pack tensors with any shape and dtype into one float64 vector."""
+    return torch.cat([each.flatten().to(AGREEMENT_DTYPE) for each in tensors])
 
 
 def unpack(vector: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,11 +124,17 @@ class PendingResult:
     Args:
         numbers: numbers on the device, by name (`triaxis.engine.step.Engine.update` has the list).
         limits: limits that `update` applied; `StepResult.why` names those that were exceeded.
+        packing: `pack`, or its compiled form.
     """
 
-    def __init__(self, numbers: Mapping[str, torch.Tensor], limits: StepLimits = NO_LIMITS) -> None:
+    def __init__(
+        self,
+        numbers: Mapping[str, torch.Tensor],
+        limits: StepLimits = NO_LIMITS,
+        packing: Callable[[Sequence[torch.Tensor]], torch.Tensor] = pack,
+    ) -> None:
         self._numbers = numbers
-        self._vector = HostCopy(pack(numbers))
+        self._vector = HostCopy(packing([*numbers.values()]))
         self._limits = limits
 
     def read(self) -> StepResult:

@@ -68,4 +68,5 @@ def retry_counter(device: torch.device) -> Callable[[], int]:
     """
     if device.type != "cuda":
         return int  # 0: a CPU has no such allocator
-    return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    # Not `memory_stats`, which flattens all statistics in Python.
+    return lambda: int(torch.cuda.memory_stats_as_nested_dict(device).get("num_alloc_retries", 0))
