@@ -193,8 +193,10 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
   card_note(COPY, name, stream, bytes);
   move((Copy){to, from, 0, 0, bytes, 1, 0}, stream);
   // CUDA has read pageable memory, or has written it, before it returns.
-  if (strstr(name, "pageable")) card_wait_for_stream(stream);
-  if (!strcmp(name, "device to pageable host")) card_note(WAIT, "copy to pageable memory", stream, bytes);
+  if (strstr(name, "pageable")) {
+    card_wait_for_stream(stream);
+    card_note(WAIT, name[0] == 'd' ? "copy to pageable memory" : "copy from pageable memory", stream, bytes);
+  }
   return 0;
 }
 
