@@ -23,7 +23,7 @@ backward.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -234,29 +234,19 @@ class Engine:
         agreed = unpack(self._world.all_reduce(self._pack([*mine.values()]), "step").wait(), mine)
         # Numbers that change are tensors: Python's would be compiled into the kernel.
         limited = self._no_limits if limits == NO_LIMITS else to_device(limits, AGREEMENT_DTYPE, self.topology.device)
-        decision = Decision(
-            *self._decide(
-                agreed["loss_sum"],
-                agreed["square_sum"],
-                agreed["dropped"],
-                losses.labels,
-                limited,
-                used,
-                self.loss_scale.can_fall(),
-                self.diverged,
-                self.config.resilience.on_nonfinite == "skip",
-                self.config.optimizer.clip_grad,
-            )
+        loss, grad_norm, code, skip, self.diverged, grad_scale = self._decide(
+            *(agreed["loss_sum"], agreed["square_sum"], agreed["dropped"], losses.labels),
+            *(limited, used, self.loss_scale.can_fall(), self.diverged),
+            *(self.config.resilience.on_nonfinite == "skip", self.config.optimizer.clip_grad),
         )
-        self.diverged, skip = decision.diverged, decision.skip
-        self.loss_scale.update(decision.code == SKIPS.index("overflowed"), skip)
-        self.optimizer.step(lr, decision.grad_scale, skip=skip)
+        self.loss_scale.update(code == SKIPS.index("overflowed"), skip)
+        self.optimizer.step(lr, grad_scale, skip=skip)
         numbers = agreed | {
-            "loss": decision.loss,
-            "grad_norm": decision.grad_norm,
+            "loss": loss,
+            "grad_norm": grad_norm,
             "num_tokens": losses.labels[0],
-            "skip": decision.code,
-            "ahead": losses_ahead(agreed["ahead"], decision.divisors[1:], self.config.model.mtp),
+            "skip": code,
+            "ahead": losses_ahead(agreed["ahead"], losses.labels[1:], self.config.model.mtp),
         }
         if self.loss_scale.is_reported:
             numbers["loss_scale"] = used
@@ -334,28 +324,6 @@ class Engine:
         return torch.stack(list(losses)).sum(0).to(AGREEMENT_DTYPE).view(-1)[:number]
 
 
-class Decision(NamedTuple):
-    """What all ranks decide about a step, on the device.
-
-    Attributes:
-        loss: per token.
-        grad_norm: before clipping, without the loss scale.
-        divisors: numbers of counted labels, each at least `LEAST_LABELS`.
-        code: index in `SKIPS`.
-        skip: whether the step updates nothing.
-        diverged: whether this or an earlier step has diverged.
-        grad_scale: factor for the gradients, which undoes the loss scale and clips.
-    """
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    divisors: torch.Tensor
-    code: torch.Tensor
-    skip: torch.Tensor
-    diverged: torch.Tensor
-    grad_scale: torch.Tensor
-
-
 def _decide(
     loss_sum: torch.Tensor,
     square_sum: torch.Tensor,
@@ -368,7 +336,7 @@ def _decide(
     forgets: bool,
     max_norm: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute a `Decision`. It depends only on sums over all ranks and on shared limits, so all ranks decide the same.
+    """Decide a step from sums over all ranks and shared limits alone, so all ranks decide the same.
 
     Args:
         loss_sum, square_sum, dropped: sums over the ranks, in float64.
@@ -378,11 +346,14 @@ def _decide(
         diverged: whether an earlier step has diverged.
         forgets: whether an earlier divergence does not count.
         max_norm: largest gradient norm; None: no limit.
+
+    Returns:
+        (loss per token, gradient norm without the loss scale and before clipping, index in `SKIPS`, whether the step updates
+        nothing, whether this or an earlier step has diverged, factor for the gradients that undoes the loss scale and clips)
     """
     most_loss, most_loss_here, most_norm = limits.unbind()
     # A global batch without a counted label reports a loss of zero.
-    divisors = labels.clamp(min=LEAST_LABELS)
-    loss, unscale = loss_sum / divisors[0], 1.0 / scale
+    loss, unscale = loss_sum / labels[0].clamp(min=LEAST_LABELS), 1.0 / scale
     # Main grads still contain the loss scale: the norm is divided by it here, the gradients in the optimizer's pass.
     grad_norm = square_sum.sqrt() * unscale
     has_overflowed = square_sum.isfinite().logical_not()
@@ -394,5 +365,4 @@ def _decide(
     is_outlier = (loss > most_loss_here) | (grad_norm > most_norm)
     code = skip_code(is_outlier, labels[0] == 0, has_overflowed, diverged)
     clipped = clip_factor(grad_norm, max_norm)
-    grad_scale = unscale if clipped is None else unscale * clipped
-    return loss, grad_norm, divisors, code, code > 0, diverged, grad_scale
+    return loss, grad_norm, code, code > 0, diverged, unscale if clipped is None else unscale * clipped

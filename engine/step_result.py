@@ -195,15 +195,15 @@ class PendingResult:
         return result
 
 
-def losses_ahead(sums: torch.Tensor, divisors: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
+def losses_ahead(sums: torch.Tensor, labels: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
     """Compute the multi-token-prediction loss per token, [D].
 
     Args:
         sums: L1 .. LD, each times loss_weight / D (`BatchLosses`).
-        divisors: numbers of counted labels for L1 .. LD (not n1 .. nD), each at least `LEAST_LABELS`.
+        labels: numbers of counted labels for L1 .. LD (not n1 .. nD).
         mtp: multi-token prediction settings; None: `sums` is empty and is returned.
     """
-    return sums if mtp is None else sums * (mtp.num_layers / mtp.loss_weight) / divisors
+    return sums if mtp is None else sums * (mtp.num_layers / mtp.loss_weight) / labels.clamp(min=LEAST_LABELS)
 
 
 def without_room(rows: int) -> str:

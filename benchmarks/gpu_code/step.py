@@ -40,6 +40,7 @@ CPU = torch.device("cpu")
 
 DTYPE_NAMES = {
     torch.bfloat16: "bf16",
+    torch.float64: "f64",
     torch.float32: "f32",
     torch.int64: "i64",
     torch.int32: "i32",

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from triaxis.engine.kernels import inductor
 from triaxis.engine.kernels.inductor import CompiledFunction, Lengths
 from triaxis.engine.kernels.trial import failure
 from triaxis.engine.program import pip_install
@@ -55,7 +56,8 @@ class Fusion:
     def bind(self, function: Callable[..., Any], *arguments: Any, lengths: Lengths = "fixed") -> Callable[[], Any]:
         """Return a call of `function`, or of its compiled form, with arguments whose tensors keep their memory."""
         form: Any = self(function, lengths=lengths)
-        return form.bound(*arguments) if self.is_compiled else partial(function, *arguments)
+        # A form that others wrapped is called as any function.
+        return form.bound(*arguments) if isinstance(form, inductor.CompiledFunction) else partial(form, *arguments)
 
 
 EAGER = Fusion("eager")

@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -342,7 +342,6 @@ def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
                     _write(places, lambda: function(*seen), LATER.is_on)
                 return found
 
-        call.bound = lambda *arguments: partial(call, *arguments)  # type: ignore[attr-defined]
         return call
 
     return compile_with_values
