@@ -135,16 +135,19 @@ def table_of(measured: Mapping[str, Measured], options: argparse.Namespace) -> T
         f"medians of {options.rounds} rounds",
         title_justify="left",
     )
-    heads = ("device calls", "NCCL calls", "fwd + bwd", "a layer", "ratio", "update: calls", "host", "a layer", "ratio")
+    heads = ("calls a layer", "NCCL", "fwd + bwd", "a layer", "ratio", "calls of update", "update", "a layer", "ratio")
     for head in ("subject", *heads, "waits", "peak, GiB"):
-        table.add_column(head, justify="left" if head == "subject" else "right")
+        table.add_column(head, justify="left" if head == "subject" else "right", no_wrap=head == "subject")
     for name, one in measured.items():
         deep = [statistics.median(one.milliseconds(DEEP, half)) for half in (0, 1)]
-        ratios = [str(_ratio(one, measured[OURS], half)) if OURS in measured else "" for half in (0, 1)]
+        ratios = [
+            "1.000" if name == OURS else str(_ratio(one, measured[OURS], half)) if OURS in measured else ""
+            for half in (0, 1)
+        ]
         a_layer = (one.calls(DEEP, "forward_backward") - one.calls(SHALLOW, "forward_backward")) / 2
         table.add_row(
             f"{name} *" if SUBJECTS[name].differs else name,
-            f"{a_layer:.0f} a layer",
+            f"{a_layer:.0f}",
             str(one.of_step("message")),
             f"{deep[0]:.1f}",
             f"{one.layer(0):.2f}",
@@ -175,7 +178,7 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     if unknown := set(options.subjects) - SUBJECTS.keys():
         parser.error(f"no subject is named {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 180)
     measured = measure(options, console)
     console.print(table_of(measured, options))
     console.print("ratio: ours / the subject's, with its 95 % interval; below 1.0 ours is cheaper")
