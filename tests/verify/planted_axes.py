@@ -19,7 +19,7 @@ from triaxis.engine.head.cross_entropy import LocalTargets
 from triaxis.engine.layout.shard_spec import ParamRecord
 from triaxis.engine.linear.layers import RowParallelLinear
 from triaxis.engine.optimizer.bucket import Bucket
-from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, square_sum
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.pipeline.executor import Executor, _Run
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
@@ -235,11 +235,7 @@ def a_weight_is_reduced_before_its_last_microbatch() -> None:
 
 def gradient_norm_counts_whole_buckets() -> None:
     def counted(self: DistributedOptimizer) -> torch.Tensor:
-        total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
-        for owned in self.owned:
-            if owned.buffer.is_first:
-                add_squares(total, owned.bucket.grads.to(self.wide))
-        return total
+        return square_sum([owned.bucket.grads.to(self.wide) for owned in self.owned if owned.buffer.is_first])
 
     DistributedOptimizer.grad_square_sum = counted  # type: ignore[method-assign]
 

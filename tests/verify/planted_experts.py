@@ -17,7 +17,7 @@ from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.expert_parallel.dispatch import ExpertGroup, GatherDispatch, _There
 from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.expert_parallel.routing import Choice, Router
-from triaxis.engine.optimizer.distributed import DistributedOptimizer, add_squares
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, square_sum
 from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
 from triaxis.engine.pipeline.executor import Executor
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
@@ -76,16 +76,14 @@ def gradients_of_experts_are_reduced_over_dp() -> None:
 
 
 def gradient_norm_has_the_experts_of_the_first_rank() -> None:
-    square_sum = DistributedOptimizer.grad_square_sum
+    found = DistributedOptimizer.grad_square_sum
 
     def of_first(self: DistributedOptimizer) -> torch.Tensor:
-        total = square_sum(self)
+        total = found(self)
         for owned in self.trained:
             # A rank with other experts than the first ones leaves them to that rank.
             if _of_experts(owned.buffer) and owned.segments and owned.segments[0].record.box[0][0]:
-                squares = torch.zeros_like(total)
-                add_squares(squares, owned.grads.to(owned.state.wide))
-                total -= squares
+                total -= square_sum([owned.grads.to(owned.state.wide)])
         return total
 
     DistributedOptimizer.grad_square_sum = of_first  # type: ignore[method-assign]
