@@ -25,7 +25,12 @@ CASES: tuple[tuple[str, int, tuple[Words, ...]], ...] = (
         (
             *IN_FP8,
             ("precision.fp8.recipe=blockwise",),
-            ("model.norm=rmsnorm_1p", "model.activation=geglu_tanh", "model.logit_softcap=30"),
+            (
+                "model.norm=rmsnorm_1p",
+                "model.activation=geglu_tanh",
+                "model.logit_softcap=30",
+                "model.attention_softcap=50",
+            ),
             ("model.activation=geglu", "model.rotary_share=0.5", "model.qk_norm=true", "model.z_loss=1e-5"),
             (
                 *("model.qk_norm=all_heads", "model.layers=[moe]"),

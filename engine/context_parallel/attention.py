@@ -141,7 +141,9 @@ class GatheredKeys(Mixer):
         This rank's k and v are [s/c, b, n_kv, d]. Unlike `Mixer.mixed`, this method never recomputes attention, because a
         collective must not run inside a recompute.
         """
-        kernel = masked_kernel(self.kernels.choices.attention, q.device, mask, self.scale, self.softcap)
+        kernel = masked_kernel(
+            self.kernels.choices.attention, q.device, mask, self.scale, self.softcap, self.kernels.fusion
+        )
         sinks = self.sinks_of(slice(0, q.shape[2]))
         return tokens_first(_ContextAttention.apply(*heads_first(q, *rows), sinks, kernel, mask.part, self.region))
 

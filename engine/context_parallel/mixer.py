@@ -117,6 +117,7 @@ class Mixer:
             sinks=self.sinks_of(slice(first, first + q.shape[1])),
             te=self.kernels.te_attention,
             drop=partial(self._drop, keys, first),
+            fusion=self.kernels.fusion,
         )
         return tokens_first(mixed)
 

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from triaxis.engine.config.values.attention_kernels import ALL, ATTENTION_KERNELS
 from triaxis.engine.kernels.explicit_attention import Drop, explicit_attention
+from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.masked_attention import WHOLE, Kernel, Mask, masked_attention
 from triaxis.engine.kernels.te_attention import TeAttention
 
@@ -39,6 +40,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     te: TeAttention | None = None,
     drop: Drop | None = None,
+    fusion: Fusion = EAGER,
 ) -> torch.Tensor:
     """Compute scaled dot-product attention.
 
@@ -55,6 +57,7 @@ def attention(
         sinks: one logit per head [n] in the softmax's denominator, or None.
         te: Transformer Engine's attention, for the kernel `te`.
         drop: dropout on the probabilities, for the kernel `explicit`.
+        fusion: runs elementwise functions, for the kernel `blocks`.
 
     Raises:
         RuntimeError: the kernel does not support what the arguments ask for.
@@ -78,7 +81,7 @@ def attention(
             raise RuntimeError(f"it has {record.lacks(ALL)}")
         out = te(q, k, v, window=window, scale=scale)
     elif record.backend is None or mask != WHOLE or sinks is not None or softcap is not None:
-        out = masked_attention(masked_kernel(kernel, q.device, mask, scale, softcap), q, k, v, sinks)
+        out = masked_attention(masked_kernel(kernel, q.device, mask, scale, softcap, fusion), q, k, v, sinks)
     else:
         options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
         with sdpa_kernel(getattr(SDPBackend, record.backend)) if record.backend else nullcontext():
@@ -87,7 +90,12 @@ def attention(
 
 
 def masked_kernel(
-    name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None
+    name: str,
+    device: torch.device,
+    mask: Mask,
+    scale: float | None,
+    softcap: float | None,
+    fusion: Fusion = EAGER,
 ) -> Kernel[Any]:
     """Build the named kernel for a mask.
 
@@ -100,7 +108,7 @@ def masked_kernel(
         raise RuntimeError("it cannot cap the logits; blocks can")
     if not record.made_by or record.made_for not in ("", device.type):
         raise RuntimeError(f"it has no windows, documents or sinks on {device.type}; blocks has")
-    made: Kernel[Any] = _imported(record.made_by)(mask, scale, softcap)
+    made: Kernel[Any] = _imported(record.made_by)(mask, scale, softcap, fusion)
     return made
 
 

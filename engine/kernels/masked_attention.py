@@ -22,6 +22,7 @@ import torch
 
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -248,12 +249,14 @@ class Kernel(Generic[AnyPiece]):
         mask: restriction on the visible keys beyond causality.
         scale: logit factor; None means d ** -0.5.
         softcap: logit cap, or None; of the subclasses, only `Blocks` supports a cap.
+        fusion: runs the elementwise functions of `Blocks`.
     """
 
-    def __init__(self, mask: Mask, scale: float | None, softcap: float | None = None) -> None:
+    def __init__(self, mask: Mask, scale: float | None, softcap: float | None = None, fusion: Fusion = EAGER) -> None:
         self.mask = mask
         self.scale = scale
         self.softcap = softcap
+        self.fusion = fusion
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the output [b, n, s, d] and its log-sum-exp [b, n, s] in the accumulation dtype."""
@@ -393,10 +396,10 @@ class Blocks(Kernel[_Piece]):
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self._logits(q, k).masked_fill_(~self._seen(piece, q, k), -torch.inf)
-        lse = logits.logsumexp(-1, keepdim=True)
-        probabilities = logits.sub_(lse).exp_().to(q.dtype)
-        return (probabilities @ v).reshape(*q.shape[:3], v.shape[-1]), lse.reshape(q.shape[:3])
+        products = self._by_group(q, k) @ k.transpose(-1, -2)
+        weigh = self.fusion(_weigh, lengths="all")
+        weights, lse = weigh(products.flatten(0, 2), q.shape[2], piece.window, self._factor(q), self.softcap)
+        return (weights.view_as(products) @ v).reshape(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
 
     def part_backward(
         self,
@@ -408,24 +411,20 @@ class Blocks(Kernel[_Piece]):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        # Flash attention's backward: dS = P (dO V^T - D) with D = rowsum(dO O); a cap's slope is 1 - tanh^2.
-        logits = self._logits(q, k)
-        d = (accumulate(grad) * out).sum(-1, keepdim=True)
-        lse, d, grad, by_group = (self._by_group(each, k) for each in (lse.unsqueeze(-1), d, grad, q))
-        probabilities = (logits - lse).exp_().masked_fill_(~self._seen(piece, q, k), 0.0)
-        slope = 1.0 if self.softcap is None else 1 - (logits / self.softcap).square_()
-        grad_logits = (probabilities * (accumulate(grad @ v.transpose(-1, -2)) - d) * slope).to(q.dtype)
-        grad_logits *= self._factor(q)
-        return (
-            (grad_logits @ k).reshape(q.shape),
-            grad_logits.transpose(-1, -2) @ by_group,
-            probabilities.to(q.dtype).transpose(-1, -2) @ grad,
+        d = (accumulate(grad) * out).sum(-1)
+        grad, by_group = (self._by_group(each, k) for each in (grad, q))
+        products, of_weights = by_group @ k.transpose(-1, -2), grad @ v.transpose(-1, -2)
+        weigh_backward = self.fusion(_weigh_backward, lengths="all")
+        of_products, weights = weigh_backward(
+            *(products.flatten(0, 2), of_weights.flatten(0, 2), lse.reshape(-1), d.reshape(-1)),
+            *(q.shape[2], piece.window, self._factor(q), self.softcap),
         )
-
-    def _logits(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Compute the unmasked logits, [ranges, n_kv, (n / n_kv) queries, keys] in the accumulation dtype."""
-        logits = accumulate(self._by_group(q, k) @ k.transpose(-1, -2)) * self._factor(q)
-        return logits if self.softcap is None else (logits / self.softcap).tanh_() * self.softcap
+        of_products, weights = of_products.view_as(products), weights.view_as(products)
+        return (
+            (of_products @ k).reshape(q.shape),
+            of_products.transpose(-1, -2) @ by_group,
+            weights.transpose(-1, -2) @ grad,
+        )
 
     def _factor(self, q: torch.Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -436,6 +435,56 @@ class Blocks(Kernel[_Piece]):
         m, n, s = x.shape[:3]
         return x.reshape(m, k.shape[1], n // k.shape[1] * s, *x.shape[3:])
 
-    @staticmethod
-    def _seen(piece: _Piece, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return piece.seen(q.device).repeat(q.shape[1] // k.shape[1], 1)
+
+def _weigh(
+    products: torch.Tensor, queries: int, window: int | None, factor: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute softmax's weights [rows, keys] and log-sum-exps [rows] from the products q k^T [rows, keys].
+
+    Args:
+        products: each `queries` rows in turn are the block's queries, the last of which is at the last key.
+        queries: number of queries in the block.
+        window: number of keys that a query sees; None: all up to its own.
+        factor: of the logits.
+        softcap: cap of the logits, or None.
+    """
+    logits = _logits(products, factor, softcap).masked_fill_(_hidden(products, queries, window), -torch.inf)
+    lse = logits.logsumexp(-1, keepdim=True)
+    return logits.sub_(lse).exp_().to(products.dtype), lse.squeeze(-1)
+
+
+def _weigh_backward(
+    products: torch.Tensor,
+    of_weights: torch.Tensor,
+    lse: torch.Tensor,
+    d: torch.Tensor,
+    queries: int,
+    window: int | None,
+    factor: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the products' gradient and the weights, both [rows, keys].
+
+    Flash attention's backward: dS = P (dP - D), where dP = dO V^T is `of_weights`, and D = rowsum(dO O) is `d` [rows]. A cap's
+    slope is 1 - tanh^2.
+    """
+    logits = _logits(products, factor, softcap)
+    weights = (logits - lse.unsqueeze(-1)).exp_().masked_fill_(_hidden(products, queries, window), 0.0)
+    slope = 1.0 if softcap is None else 1 - (logits / softcap).square_()
+    of_products = (weights * (accumulate(of_weights) - d.unsqueeze(-1)) * slope).to(products.dtype)
+    return of_products.mul_(factor), weights.to(products.dtype)
+
+
+def _logits(products: torch.Tensor, factor: float, softcap: float | None) -> torch.Tensor:
+    """Compute the unmasked logits in the accumulation dtype."""
+    logits = accumulate(products) * factor
+    return logits if softcap is None else (logits / softcap).tanh_() * softcap
+
+
+def _hidden(products: torch.Tensor, queries: int, window: int | None) -> torch.Tensor:
+    """Mark the keys that a query does not see, bool [rows, keys]."""
+    rows, num_keys = products.shape
+    keys = torch.arange(num_keys, device=products.device)
+    at = (torch.arange(rows, device=products.device) % queries + (num_keys - queries)).unsqueeze(1)
+    hidden = keys > at
+    return hidden if window is None else hidden | (keys <= at - window)

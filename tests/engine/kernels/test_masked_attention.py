@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harness import compiler
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.kernels import flash_attention, masked_attention
 from triaxis.engine.kernels.attention import attention
 from triaxis.engine.kernels.flash_attention import Varlen
-from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.kernels.fusion import Form, Fusion
+from triaxis.engine.kernels.masked_attention import Blocks, Mask
 
 CPU = torch.device("cpu")
 
@@ -119,6 +121,22 @@ def test_kernels_equal_a_masked_softmax(kernel: str, rows: tuple[tuple[int, ...]
 def test_blocks_cap_the_logits(rows: tuple[tuple[int, ...], ...]) -> None:
     for window, has_sinks in ((None, False), (3, True)):
         compare("blocks", Asked(rows=rows, window=window, softcap=0.8, has_sinks=has_sinks, scale=2.0))
+
+
+@compiler()
+@pytest.mark.parametrize("window", [None, pytest.param(300, marks=pytest.mark.slow)])
+def test_compiled_blocks_of_any_length_equal_eager_ones(window: int | None) -> None:
+    """Two rows and two groups, in blocks of 256, 256 and 88 queries."""
+    generator = torch.Generator().manual_seed(1)
+    operands = [torch.randn(2, n, 600, 8, generator=generator) for n in (4, 2, 2, 4)]
+
+    def computed(form: Form) -> list[torch.Tensor]:
+        q, k, v = (each.clone().requires_grad_() for each in operands[:3])
+        out = masked_attention.masked_attention(Blocks(Mask(window), None, 2.0, Fusion(form)), q, k, v, None)
+        return [out, *torch.autograd.grad(out, (q, k, v), operands[3])]
+
+    for one, other in zip(computed("compiled"), computed("eager"), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
@@ -273,7 +291,8 @@ def test_what_a_gpus_kernel_gets_and_returns(
     """All but the kernel itself: packing, boundaries, windows, logarithms, and sinks around it."""
     emulate(monkeypatch)
     monkeypatch.setattr(
-        "triaxis.engine.kernels.attention.masked_kernel", lambda name, device, mask, scale, softcap: Varlen(mask, scale)
+        "triaxis.engine.kernels.attention.masked_kernel",
+        lambda name, device, mask, scale, softcap, fusion: Varlen(mask, scale),
     )
     compare("varlen", Asked(rows=rows, window=window, has_sinks=True, scale=0.3))
 

@@ -104,7 +104,7 @@ def test_a_causal_mask_at_the_wrong_corner_fails_the_trial(monkeypatch: pytest.M
     part = SequencePart.of([[((0, 64),), ((64, 128),)]], 0, [[128]])
     monkeypatch.setattr(
         "triaxis.engine.kernels.attention.masked_kernel",
-        lambda name, device, mask, scale, softcap: masked_kernel(
+        lambda name, device, mask, scale, softcap, fusion: masked_kernel(
             name, device, mask if name == "blocks" else Mask(mask.window, mask.documents, part), scale, softcap
         ),
     )
