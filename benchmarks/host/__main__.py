@@ -37,6 +37,7 @@ GIB = "400"
 """Memory of the card: no subject is refused for want of it."""
 
 SHALLOW, DEEP = (str(depth) for depth in DEPTHS)
+MORE_LAYERS = DEPTHS[1] - DEPTHS[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Measured:
     def layer(self, half: int) -> float:
         """Return the median of a layer's milliseconds."""
         pairs = zip(self.milliseconds(DEEP, half), self.milliseconds(SHALLOW, half), strict=True)
-        return statistics.median((deep - shallow) / (DEPTHS[1] - DEPTHS[0]) for deep, shallow in pairs)
+        return statistics.median((deep - shallow) / MORE_LAYERS for deep, shallow in pairs)
 
     def calls(self, depth: str, half: str) -> int:
         return sum(self.counts[depth][half].get(kind, 0) for kind in CALLS)
@@ -144,7 +145,7 @@ def table_of(measured: Mapping[str, Measured], options: argparse.Namespace) -> T
             "1.000" if name == OURS else str(_ratio(one, measured[OURS], half)) if OURS in measured else ""
             for half in (0, 1)
         ]
-        a_layer = (one.calls(DEEP, "forward_backward") - one.calls(SHALLOW, "forward_backward")) / 2
+        a_layer = (one.calls(DEEP, "forward_backward") - one.calls(SHALLOW, "forward_backward")) / MORE_LAYERS
         table.add_row(
             f"{name} *" if SUBJECTS[name].differs else name,
             f"{a_layer:.0f}",

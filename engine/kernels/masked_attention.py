@@ -182,13 +182,6 @@ class _Piece(Piece):
         """Whether the window hides an earlier key from some query."""
         return self.window is not None and self.keys.length > self.window
 
-    def seen(self, device: torch.device) -> torch.Tensor:
-        """Build the visible-key mask, bool [queries, keys]."""
-        queries = torch.arange(self.position, self.keys.length, device=device).unsqueeze(1)
-        keys = torch.arange(self.keys.length, device=device)
-        seen = keys <= queries
-        return seen if self.window is None else seen & (keys > queries - self.window)
-
 
 def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Piece]:
     """Yield pieces without a window that together cover all queries.
@@ -377,9 +370,9 @@ class CpuFlash(Kernel[_Piece]):
         if piece.is_whole:
             return [(slice(None), False, None)]
         if piece.is_cut:
-            seen = piece.seen(q.device)
-            mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
-            return [(slice(None), False, mask)]
+            mask = torch.zeros(piece.queries.length, piece.keys.length, dtype=q.dtype, device=q.device)
+            hidden = _hidden(mask, piece.queries.length, piece.window)
+            return [(slice(None), False, mask.masked_fill_(hidden, -torch.inf))]
         own = (slice(piece.position, None), True, None)
         return [own] if piece.position == 0 else [(slice(0, piece.position), False, None), own]
 
@@ -481,10 +474,10 @@ def _logits(products: torch.Tensor, factor: float, softcap: float | None) -> tor
     return logits if softcap is None else (logits / softcap).tanh_() * softcap
 
 
-def _hidden(products: torch.Tensor, queries: int, window: int | None) -> torch.Tensor:
-    """Mark the keys that a query does not see, bool [rows, keys]."""
-    rows, num_keys = products.shape
-    keys = torch.arange(num_keys, device=products.device)
-    at = (torch.arange(rows, device=products.device) % queries + (num_keys - queries)).unsqueeze(1)
+def _hidden(like: torch.Tensor, queries: int, window: int | None) -> torch.Tensor:
+    """Mark the keys that a query does not see, bool [rows, keys] as `like`. Each `queries` rows in turn end at the last key."""
+    rows, num_keys = like.shape
+    keys = torch.arange(num_keys, device=like.device)
+    at = (torch.arange(rows, device=like.device) % queries + (num_keys - queries)).unsqueeze(1)
     hidden = keys > at
     return hidden if window is None else hidden | (keys <= at - window)
