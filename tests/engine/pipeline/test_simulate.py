@@ -130,7 +130,7 @@ def test_each_kind_has_a_colour_in_a_terminal_and_none_in_a_pipe() -> None:
     assert {kind: len(used) for kind, used in colours.items()} == {"F": 1, "I": 1, "W": 1}
     assert len(set.union(*colours.values())) == 3
     for is_terminal in (True, False):
-        console = Console(file=StringIO(), force_terminal=is_terminal, width=200)
+        console = Console(file=StringIO(), force_terminal=is_terminal, width=200, _environ={})
         console.print(picture)
         assert ("\x1b[" in console.file.getvalue()) is is_terminal
 
