@@ -9,6 +9,7 @@ the same round. A subject that cannot run here as it is published is marked; bes
     bash tests/run.sh --cuda-stub --collect-only -q            # makes .venv-cuda
     .venv-cuda/bin/python -m benchmarks.host
     .venv-cuda/bin/python -m benchmarks.host --shape llama3_70b --tp 2 --tokens 4096 --rounds 21 triaxis fsdp
+    .venv-cuda/bin/python -m benchmarks.host --shape qwen3_30b_a3b --ep 2
 """
 
 import argparse
@@ -81,7 +82,7 @@ class Process:
         more = {"CARD_GIB": GIB, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         self._said = said
         self._process = subprocess.Popen(
-            [*words, str(options.tp), str(options.tokens)],
+            [*words, str(options.tp), str(options.ep), str(options.tokens)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -132,8 +133,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Measured
 
 def table_of(measured: Mapping[str, Measured], options: argparse.Namespace) -> Table:
     table = Table(
-        title=f"{options.shape}, tp {options.tp}, {options.tokens:,} tokens, {DEEP} layers; host in ms of CPU time, "
-        f"medians of {options.rounds} rounds",
+        title=f"{options.shape}, tp {options.tp}, ep {options.ep}, {options.tokens:,} tokens, {DEEP} layers; "
+        f"host in ms of CPU time, medians of {options.rounds} rounds",
         title_justify="left",
     )
     heads = ("calls a layer", "NCCL", "fwd + bwd", "a layer", "ratio", "calls of update", "update", "a layer", "ratio")
@@ -172,9 +173,10 @@ def _ratio(one: Measured, ours: Measured, half: int) -> Interval:
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subjects", nargs="*", default=[*SUBJECTS], help=f"of {', '.join(SUBJECTS)}; all by default")
-    parser.add_argument("--shape", default="llama3_8b", help="a Llama 3 of configs/")
+    parser.add_argument("--shape", default="llama3_8b", help="a model of configs/")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the tensor-parallel group")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of the step's one sample")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank's one sample")
     parser.add_argument("--rounds", type=int, default=11, help="measured steps of each subject")
     options = parser.parse_args(argv)
     if unknown := set(options.subjects) - SUBJECTS.keys():

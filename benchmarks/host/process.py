@@ -1,6 +1,6 @@
 """One subject's process: builds it at two depths, then answers each line of its input with a measured step of both.
 
-python -m benchmarks.host.process SUBJECT SHAPE TP TOKENS
+python -m benchmarks.host.process SUBJECT SHAPE TP EP TOKENS
 """
 
 import gc
@@ -63,17 +63,17 @@ def timed(run: Callable[[], object]) -> Half:
     return Half(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def main(name: str, shape: str, tp: str, tokens: str) -> None:
+def main(name: str, shape: str, tp: str, ep: str, tokens: str) -> None:
     # What libraries print goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     library().card_values(0)
-    sides, counts = {}, {}
+    sides, counts, trained = {}, {}, Shape(shape, int(tp), int(ep), int(tokens))
     for depth in DEPTHS:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        forward_backward, update = sides[depth] = SUBJECTS[name].build(Shape(shape, int(tp), int(tokens)), depth)
+        forward_backward, update = sides[depth] = SUBJECTS[name].build(trained, depth)
         for _ in range(WARM_UP):
             forward_backward()
             update()

@@ -1,9 +1,12 @@
-"""The subjects: rank 0 of each program, at some depth of a Llama, with bf16 weights and AdamW on fp32 masters.
+"""The subjects: rank 0 of each program, at some depth of a model, with bf16 weights and AdamW on fp32 masters.
 
-The rank runs alone in its tp group, whose other ranks do not exist: on the stub a message without peers does nothing.
+The rank runs alone in its groups, whose other ranks do not exist: on the stub a message without peers does nothing. Where the host
+reads how many tokens chose each expert, it gets equal numbers.
 """
 
+import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,22 +27,29 @@ class Shape:
     """What a subject trains.
 
     Attributes:
-        name: of a Llama 3 in configs/.
+        name: of a model in configs/.
         tp: ranks of the tensor-parallel group.
-        seq_length: tokens of the one sample in a step.
+        ep: ranks that share the experts, each with a sample of its own.
+        seq_length: tokens of a rank's one sample in a step.
     """
 
     name: str
     tp: int
+    ep: int
     seq_length: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.ep
 
     def config(self, num_layers: int, *settings: str) -> Config:
         words = (
             f"model.num_layers={num_layers} model.seq_length={self.seq_length} data.synthetic=true "
-            "train.global_batch_size=1 train.micro_batch_size=1 parallel.pp=1 parallel.vpp=1 parallel.cp=1 parallel.dp=1 "
-            f"parallel.tp={self.tp} parallel.sequence_parallel={str(self.tp > 1).lower()}"
+            f"train.global_batch_size={self.ep} train.micro_batch_size=1 parallel.pp=1 parallel.vpp=1 parallel.cp=1 "
+            f"parallel.dp={self.ep} parallel.ep={self.ep} parallel.tp={self.tp} "
+            f"parallel.sequence_parallel={str(self.tp > 1).lower()}"
         )
-        return load_config(f"configs/{self.name}.yaml", [*words.split(), *settings], {}, world_size=self.tp)
+        return load_config(f"configs/{self.name}.yaml", [*words.split(), *settings], {}, world_size=self.num_ranks)
 
 
 Side = tuple[Callable[[], object], Callable[[], object]]
@@ -68,8 +78,26 @@ def process_group(size: int) -> None:
     dist.init_process_group("nccl", rank=0, world_size=size, store=dist.HashStore())
 
 
+def patched(owner: type, name: str, change: Callable[[Any], Any]) -> None:
+    """Change what a method returns; once, however many depths are built."""
+    plain = getattr(owner, name)
+    setattr(owner, name, lambda *given, **options: change(plain(*given, **options)))
+
+
 def _ids(shape: Shape) -> torch.Tensor:
     return torch.zeros(1, shape.seq_length, dtype=torch.int64, device="cuda")
+
+
+def dense(shape: Shape, num_layers: int) -> Config:
+    """Return the config for a subject without experts.
+
+    Raises:
+        ValueError: the model has them.
+    """
+    config = shape.config(num_layers)
+    if config.model.has_experts:
+        raise ValueError(f"{shape.name} has experts, and nothing here builds them in this program")
+    return config
 
 
 def triaxis(shape: Shape, num_layers: int, *, settings: Sequence[str] = ()) -> Side:
@@ -101,7 +129,7 @@ def megatron(shape: Shape, num_layers: int, *, attention_by_torch: bool) -> Side
     from benchmarks.gpu_contenders.megatron import gpt_model, transformer_config, with_optimizer
     from benchmarks.megatron_peer import MegatronSteps, causal_mask
 
-    config, device = shape.config(num_layers), torch.device("cuda")
+    config, device = dense(shape, num_layers), torch.device("cuda")
     if not parallel_state.model_parallel_is_initialized():
         process_group(shape.tp)
         parallel_state.initialize_model_parallel(shape.tp, create_gloo_process_groups=False)
@@ -144,7 +172,7 @@ def fsdp(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
     from benchmarks.torch_peer import Stage, apply_tensor_parallel
 
     process_group(shape.tp)
-    config = shape.config(num_layers)
+    config = dense(shape, num_layers)
     mesh = init_device_mesh("cuda", (1, shape.tp), mesh_dim_names=("dp", "tp"))
     with torch.device("cuda"):
         model = Stage(config.model, range(num_layers), first=True, last=True)
@@ -172,21 +200,37 @@ def fsdp(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
 
 
 def torchtitan(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
-    """torchtitan's Llama 3: FSDP2, FlexAttention, the loss in 8 pieces, without recomputation."""
+    """torchtitan's model: FSDP2, FlexAttention, the loss in 8 pieces, without recomputation."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, utils
     from torchtitan.distributed.spmd_types import annotate_input_spmd_types
-    from torchtitan.models import llama3
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+    config = shape.config(num_layers)
+    # Its own default, which torch 2.13's fully_shard refuses for more than one rank.
+    backend: Any = "spmd_types" if shape.num_ranks == 1 else "partial_dtensor"
     if not dist.is_initialized():
-        process_group(shape.tp)
-        utils.set_spmd_backend("spmd_types")
-    size = shape.name.rpartition("_")[2].upper()
-    spec = llama3.model_registry(size, attn_backend="flex")
+        process_group(shape.num_ranks)
+        utils.set_spmd_backend(backend)
+    if config.model.moe is not None:
+        rows = [shape.seq_length * config.model.moe.top_k // shape.ep] * shape.ep
+
+        def equal(read: Any) -> tuple[torch.Tensor, list[int], list[int]]:
+            # A number that is not used would not be read in compiled layers.
+            for count in (*read[1], *read[2]):
+                torch._check(count < sys.maxsize)
+            return read[0], rows, rows
+
+        patched(AllToAllTokenDispatcher, "_sync_token_count_exchange", equal)
+    family, _, size = shape.name.partition("_")
+    named = size.upper().replace("_", "-")
+    spec = importlib.import_module(f"torchtitan.models.{family}").model_registry(named, attn_backend="flex")
     spec.model.layers = spec.model.layers[:num_layers]
-    parallelism = ParallelismConfig(tensor_parallel_degree=shape.tp)
-    dims = ParallelDims.from_config(parallelism, shape.tp)
+    parallelism = ParallelismConfig(
+        tensor_parallel_degree=shape.tp, expert_parallel_degree=shape.ep, spmd_backend=backend
+    )
+    dims = ParallelDims.from_config(parallelism, shape.num_ranks)
     dims.build_mesh()
     spec.model.update_from_config(config=type("Run", (), {"parallelism": parallelism})())
     with torch.device("meta"):
@@ -205,10 +249,8 @@ def torchtitan(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
     model.to_empty(device="cuda")
     model.train()
     model._skip_lm_head = True
-    vocab_size = shape.config(num_layers).model.vocab_size
-    loss_of = ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=vocab_size)).build(
-        compile_config=compiled
-    )
+    loss = CrossEntropyLoss.Config(global_vocab_size=config.model.vocab_size)
+    loss_of = ChunkedLossWrapper.Config(loss_fn=loss).build(compile_config=compiled)
     loss_of.set_lm_head(model.lm_head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     context = utils.get_spmd_context(parallel_dims=dims)
@@ -218,13 +260,14 @@ def torchtitan(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
     def forward_backward() -> None:
         optimizer.zero_grad()
         given = {"positions": places, "attention_masks": model.get_attention_masks(positions=places)}
-        tokens, labels, more = annotate_input_spmd_types(dims, ids, ids, given)
+        inputs = ids, ids, given
+        tokens, labels, more = annotate_input_spmd_types(dims, *inputs) if backend == "spmd_types" else inputs
         with context():
             loss, _ = loss_of(model(tokens, **more), labels, num_tokens, positions=places)
             loss.backward()
 
     def update() -> None:
-        utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
+        utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True, ep_enabled=dims.ep_enabled)
         optimizer.step()
 
     return forward_backward, update
@@ -233,7 +276,7 @@ def torchtitan(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
 _MEGATRON = "megatron-core, gpt_layer_specs.get_gpt_layer_local_spec, its distributed optimizer"
 _NO_PARALLEL_NORM = "no Transformer Engine, and with tp no sequence parallelism, which its norm of torch refuses"
 _FSDP = "torch's fully_shard and parallelize_module, as in the tutorials for a Llama; fused AdamW, fp32 masters"
-_TITAN = "torchtitan, models/llama3, its parallelize_llama; fused AdamW"
+_TITAN = "torchtitan, its models and their parallelize_fn; with more than one rank its partial_dtensor; fused AdamW"
 _NO_GRAPH = "without its CUDA graph of the whole forward and backward"
 
 SUBJECTS: Mapping[str, Subject] = {

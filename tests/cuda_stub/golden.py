@@ -3,8 +3,8 @@
     python -m tests.cuda_stub.golden NAME           write golden/NAME.txt anew; its notes stay
     python -m tests.cuda_stub.golden NAME CALLS     print it instead, and write every call of the step to the file CALLS
 
-Rank 0 runs alone. Only while kernels are tried are there values. Then kernels, copies and messages do nothing (`card_values` in
-c/card.c), and the host reads zeros. In place of the experts' counts that it has read, it gets equal ones.
+Rank 0 runs alone (benchmarks/host/lone_rank.py). Only while kernels are tried are there values. Then kernels, copies and messages
+do nothing (`card_values` in c/card.c).
 """
 
 import ctypes
@@ -25,14 +25,12 @@ from tests.cuda_stub.build import variables
 from tests.cuda_stub.values import library
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.data.loader import count_labels
-from triaxis.engine.expert_parallel.dispatch import ExchangeDispatch
 from triaxis.engine.pipeline.actions import Action
 from triaxis.engine.run.garbage import GarbageCollection
 from triaxis.engine.step import Engine
-from triaxis.launch.footprint.routing import counts_in_turn, known_rows
-from triaxis.launch.footprint.run import assumed_rows, microbatches
+from triaxis.launch.footprint.run import microbatches
 from triaxis.models.gpt.chunk import GPTChunk
 from triaxis.models.predict.rank_memory import predicted_memory
 
@@ -68,11 +66,7 @@ def text_of(name: str, calls: Path) -> str:
     words = ["data.synthetic=true", *settings.split()]
     config = load_config(f"configs/{path}.yaml", words, {}, world_size=size)
     engine, sizes = lone_engine(config), parallel_sizes(config)
-    config, grid = engine.config, rank_grid(config, sizes)
-    predicted = predicted_memory(config, sizes, 0).tensors
-    if config.model.has_experts:
-        known, plan = known_rows(counts_in_turn(config, grid, 0, assumed_rows(config)), grid, 0), ExchangeDispatch._plan
-        ExchangeDispatch._plan = lambda self, chosen, read, counts: plan(self, chosen, known, counts)  # type: ignore[method-assign]
+    predicted = predicted_memory(engine.config, sizes, 0).tensors
     _run(engine, calls)
     peak = torch.cuda.max_memory_allocated()
     lines = [

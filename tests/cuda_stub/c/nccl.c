@@ -150,6 +150,7 @@ static void add(char *sum, const char *more, size_t count, int type, Reduction h
       ((stored *)sum)[i] = to((wide)(divisor > 1 ? c / divisor : c));   \
     }
   TYPES_OF_SUMS(ADD)
+  if (how > AVG) card_end("a sum of products without its factor in this stub", TYPES[type]);
   if (type >= FLOAT8_E4M3) card_end("NCCL has no sums of FP8 in this stub", TYPES[type]);
 }
 

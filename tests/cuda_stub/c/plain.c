@@ -81,7 +81,9 @@ SUCCEEDS(cudnnBackendSetAttribute)
 RETURNS(ncclGetLastError, const char *, "")
 SUCCEEDS(ncclCommDestroy)
 SUCCEEDS(ncclCommFinalize)
+SUCCEEDS(ncclRedOpDestroy)
 TELLS(ncclGetVersion, int, 22907)
+TELLS(ncclRedOpCreatePreMulSum, int, 5)
 TELLS_ZERO(ncclCommGetAsyncError)
 
 // ---- NVML. 3, NVML_ERROR_NOT_SUPPORTED: the card has no NVLink.
