@@ -28,13 +28,14 @@ CASES: tuple[tuple[str, int, tuple[Words, ...]], ...] = (
             (
                 "model.norm=rmsnorm_1p",
                 "model.activation=geglu_tanh",
-                "model.logit_softcap=30",
-                "model.attention_softcap=50",
+                *("model.logit_softcap=30", "model.attention_softcap=50", "kernels.attention=blocks"),
             ),
             ("model.activation=geglu", "model.rotary_share=0.5", "model.qk_norm=true", "model.z_loss=1e-5"),
             (
                 *("model.qk_norm=all_heads", "model.layers=[moe]"),
                 *("model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.ffn_hidden_size=14336"),
+                *("model.moe.balance.bias_rate=0.001", "model.moe.balance.sequence_loss=0.001"),
+                "kernels.dispatch=all_to_all",
             ),
         ),
     ),

@@ -15,7 +15,6 @@ import torch
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import EXPERTS
-from triaxis.engine.expert_parallel.routing import count_values
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
@@ -54,10 +53,9 @@ class ExpertLoad:
         self.counts.zero_()
         self.overflow.zero_()
 
-    def add(self, layer: int, experts: torch.Tensor) -> None:
-        """Add the experts that a layer's tokens chose, int64 [T, k], to the layer's counts."""
-        row = self.counts[self._rows[layer]]
-        row += count_values(experts, len(row))
+    def add(self, layer: int, counts: torch.Tensor) -> None:
+        """Add the number of a layer's tokens that chose each expert, int64 [E]."""
+        self.counts[self._rows[layer]] += counts
 
     def add_overflow(self, rows: torch.Tensor) -> None:
         """Add `rows`, an int64 scalar on the device, to the count of rows beyond the dispatch buffer."""

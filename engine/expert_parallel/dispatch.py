@@ -34,11 +34,14 @@ from triaxis.engine.comm.ledger import EXPERTS
 from triaxis.engine.config.quantities.expert_rows import buffer_rows
 from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.device.host_copy import to_device
-from triaxis.engine.expert_parallel.routing import count_values
+from triaxis.engine.expert_parallel.routing import Choice, count_values
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.grouped_gemm import Ends
 from triaxis.engine.layout.shard_spec import ExpertPlace
 from triaxis.engine.numerics.precision import accumulate
+
+SORTED = torch.int16
+"""Dtype of experts' numbers to sort: a radix sort makes a pass for each byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,11 @@ class Dispatched:
 class Dispatch(Protocol):
     """One dispatch form.
 
-    `begin` takes the chosen experts, int64 [T, k], and posts the collectives that need only these. It returns a function that
-    dispatches tokens x [T, h] with their weights [T, k].
+    `begin` takes the choice for T tokens, and posts the collectives that need only this. It returns a function that dispatches the
+    tokens x [T, h] with their weights [T, k].
     """
 
-    def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]: ...
+    def begin(self, choice: Choice) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +102,11 @@ class ExpertGroup:
             for each in indices:
                 self.on_kept(each)
 
-    def local_numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        """Map experts' global indices to this rank's 0 .. num_local - 1. Other ranks' experts become `num_local`."""
-        local = experts - self.place.ep_index * self.num_local
-        return local.where((local >= 0) & (local < self.num_local), self.num_local)
+
+def local_numbers(experts: torch.Tensor, place: ExpertPlace, num_local: int) -> torch.Tensor:
+    """Map experts' global indices to a rank's 0 .. num_local - 1. Other ranks' experts become `num_local`."""
+    local = experts - place.ep_index * num_local
+    return local.where((local >= 0) & (local < num_local), num_local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +180,13 @@ class _Picked:
 
         The number of rows beyond `num_rows` goes to `on_overflow`.
         """
-        # Slots for other ranks' experts have the number `num_local`, so the sort puts them last.
-        local = group.local_numbers(experts).flatten()
-        ends = count_values(local, group.num_local + 1)[:-1].cumsum(0)
-        group.on_overflow((ends[-1] - num_rows).clamp(min=0))
-        num_used = ends[-1].clamp(max=num_rows)
-        order = local.argsort(stable=True)
-        numbers = torch.arange(order.numel(), device=order.device)
-        # `slots` and `places` are inverse permutations, except at unused rows and at slots without a row here.
-        slots = order[:num_rows].where(numbers[:num_rows] < num_used, order.numel())
-        places = torch.empty_like(order).index_copy_(0, order, numbers.where(numbers < num_used, num_rows))
-        has_gaps = group.num_local < group.moe.num_experts or num_rows < order.numel()
+        fusion = group.fusion
+        local, ends, overflow = fusion(_local_slots)(experts, group.place, group.num_local, num_rows)
+        group.on_overflow(overflow)
+        slots, places = fusion(_pick)(local.argsort(stable=True), ends, num_rows)
+        has_gaps = group.num_local < group.moe.num_experts or num_rows < experts.numel()
         reading = partial(group.axis.ledger.host_read, f"{EXPERTS} ends")
-        of_local = Ends(ends.clamp(max=num_rows).to(torch.int32), reading=reading)
-        return cls(slots, places.view_as(experts), has_gaps, of_local, group.fusion)
+        return cls(slots, places.view_as(experts), has_gaps, Ends(ends, reading=reading), fusion)
 
     def rows_of(self, values: torch.Tensor) -> torch.Tensor:
         """Gather rows [R, h] from tokens [N, h]; unused rows get the last token's values."""
@@ -210,6 +207,30 @@ class _Picked:
         return of_slots.view_as(self.places)
 
 
+def _local_slots(
+    experts: torch.Tensor, place: ExpertPlace, num_local: int, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find what a rank sorts to pick its rows.
+
+    Returns:
+        The slots' local experts, int16 [N k]: other ranks' have the number `num_local`, so the sort puts them last; the ends of the
+        local experts' rows in a buffer with `num_rows` rows, int32 [num_local]; and the number of rows beyond it, an int64 scalar.
+    """
+    local = local_numbers(experts, place, num_local).flatten()
+    ends = count_values(local, num_local + 1)[:-1].cumsum(0)
+    overflow = (ends[-1] - num_rows).clamp(min=0)
+    return local.to(SORTED), ends.clamp(max=num_rows).to(torch.int32), overflow
+
+
+def _pick(order: torch.Tensor, ends: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `slots` and `places` of `_Picked`; the places are flat, [N k]."""
+    numbers = torch.arange(len(order), device=order.device)
+    is_used = numbers < ends[-1]
+    # They are inverse permutations, except at unused rows and at slots without a row here.
+    slots = order[:num_rows].where(is_used[:num_rows], len(order))
+    return slots, torch.empty_like(order).index_copy(0, order, numbers.where(is_used, num_rows))
+
+
 class GatherDispatch:
     """Dispatch by all-gather and reduce-scatter.
 
@@ -221,10 +242,10 @@ class GatherDispatch:
         self._group = group
         self.known: KnownRows | None = None
 
-    def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Post the all-gather of `experts`, int64 [T, k]; return the function that dispatches (see `Dispatch`)."""
-        group, (num_tokens, _) = self._group, experts.shape
-        gathered = group.axis.all_gather(experts, f"{EXPERTS} choice")
+    def begin(self, choice: Choice) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
+        """Post the all-gather of the chosen experts; return the function that dispatches (see `Dispatch`)."""
+        group, (num_tokens, _) = self._group, choice.experts.shape
+        gathered = group.axis.all_gather(choice.experts, f"{EXPERTS} choice")
         num_rows = buffer_rows(group.moe, num_tokens, group.place.ep, group.place.etp)
 
         def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
@@ -290,10 +311,10 @@ class ReplicatedDispatch:
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
 
-    def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
+    def begin(self, choice: Choice) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
         """Pick the rows for this rank's experts; return the function that dispatches."""
-        group, (num_tokens, k) = self._group, experts.shape
-        picked = _Picked.of(group, experts, num_tokens * min(k, group.num_local))
+        group, (num_tokens, k) = self._group, choice.experts.shape
+        picked = _Picked.of(group, choice.experts, num_tokens * min(k, group.num_local))
 
         def combine(out: torch.Tensor) -> torch.Tensor:
             return group.axis.all_reduce(picked.sums(out), f"{EXPERTS} forward").wait()
@@ -375,13 +396,12 @@ class ExchangeDispatch:
         self._group = group
         self.known: KnownRows | None = None
 
-    def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
+    def begin(self, choice: Choice) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
         """Post the exchange of row counts; return the function that dispatches tokens (see `Dispatch`)."""
         group = self._group
         place, num_local = group.place, group.num_local
-        counts = count_values(experts, group.moe.num_experts)
         # [n, E / ep]: an expert's etp ranks all get the same rows.
-        to_members = counts.view(place.ep, num_local).repeat_interleave(place.etp, dim=0)
+        to_members = choice.counts.view(place.ep, num_local).repeat_interleave(place.etp, dim=0)
         posted = group.axis.all_to_all(to_members, f"{EXPERTS} counts")
 
         def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
@@ -395,7 +415,7 @@ class ExchangeDispatch:
                 # In a footprint no other rank has sent counts, so the known ones replace those received.
                 flat = list(itertools.chain.from_iterable(known.from_members))
                 from_members = to_device(flat, from_members.dtype, from_members.device).view_as(from_members)
-            exchange = self._plan(experts, known, from_members)
+            exchange = self._plan(choice.experts, known, from_members)
             group.keep(exchange.slots, exchange.places, exchange.by_expert, exchange.from_expert)
             rows, row_weights = _There.apply(x, weights, exchange)
             return Dispatched(rows, row_weights, exchange.ends, exchange.combine)
@@ -409,29 +429,49 @@ class ExchangeDispatch:
         """
         group = self._group
         sent, received = ([sum(row) for row in rows] for rows in (known.to_members, known.from_members))
-        slots = experts.flatten().argsort(stable=True)  # by expert, so also by ep rank
+        order = experts.flatten().to(SORTED).argsort(stable=True)  # by expert, so also by ep rank
+        slots, places = order, torch.arange(len(order), device=order.device).unsqueeze(1)
         if group.place.etp > 1:
             # An ep rank's rows are repeated for each of its etp members, which are neighbours on the axis.
-            parts = slots.split(sent[:: group.place.etp])
-            slots = torch.cat([part for part in parts for _ in range(group.place.etp)])
-        # Received rows are ordered by member, then by local expert; a stable sort on expert numbers orders them by expert.
-        numbers = torch.arange(group.num_local, device=experts.device).repeat(len(from_members))
-        repeats = from_members.flatten()
-        by_expert = numbers.repeat_interleave(repeats, output_size=sum(received)).argsort(stable=True)
-        ends = from_members.sum(0).cumsum(0).to(torch.int32)
+            etp, of_parts = group.place.etp, sent[:: group.place.etp]
+            slots = torch.cat([part for part in order.split(of_parts) for _ in range(etp)])
+            blocks = torch.arange(len(slots), device=order.device).split([etp * length for length in of_parts])
+            places = torch.cat([block.view(etp, -1).t() for block in blocks])
+        numbers = torch.arange(sum(received), device=order.device)
+        by_expert, from_expert, ends = group.fusion(_orders, lengths="rows")(numbers, from_members.unsqueeze(0))
         return _Exchange(
             axis=group.axis,
             sent=sent,
             received=received,
             slots=slots,
-            # A slot occurs etp times in `slots`; the stable sort lists its positions in etp-rank order.
-            places=slots.argsort(stable=True).view(-1, group.place.etp),
+            places=torch.empty_like(places).index_copy_(0, order, places),
             by_expert=by_expert,
-            from_expert=by_expert.argsort(),
+            from_expert=from_expert,
             ends=Ends(ends, known.ends(sum(received))),
             k=experts.shape[1],
             fusion=group.fusion,
         )
+
+
+def _orders(numbers: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Order rows, which arrive by member and then by expert, by expert and then by member.
+
+    Args:
+        numbers: 0 .. R - 1, int64 [R].
+        counts: rows of each member for each expert, int64 [1, n, E / ep].
+
+    Returns:
+        The permutation int64 [R] from receive order to expert order, its inverse, and the experts' ends, int32 [E / ep].
+    """
+    _, num_members, num_experts = counts.shape
+    by_member, by_expert = counts.flatten(), counts[0].t().flatten()
+    member_ends, expert_ends = by_member.cumsum(0), by_expert.cumsum(0)
+    # A segment is one member's rows for one expert; all its rows move equally far.
+    starts = (member_ends - by_member).view(num_members, num_experts)
+    moves = starts - (expert_ends - by_expert).view(num_experts, num_members).t()
+    to_expert = numbers + moves.t().flatten()[torch.bucketize(numbers, expert_ends, right=True)]
+    from_expert = numbers - moves.flatten()[torch.bucketize(numbers, member_ends, right=True)]
+    return to_expert, from_expert, expert_ends[num_members - 1 :: num_members].to(torch.int32)
 
 
 class _There(torch.autograd.Function):

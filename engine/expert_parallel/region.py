@@ -54,9 +54,11 @@ class ExpertRegion:
         if dispatch_of(config) == "all_gather":
             dispatch = GatherDispatch(group)
         nominal_tokens = config.train.global_batch_size * config.model.seq_length
-        router = Router(moe, config.model.seq_length, topology.axis("sample"), 1.0 / nominal_tokens, load.loss_scale)
+        scales = 1.0 / nominal_tokens, load.loss_scale
+        router = Router(moe, config.model.seq_length, topology.axis("sample"), *scales, fusion)
         return cls(router, group, dispatch, load, topology.sizes.tp > 1)
 
     def for_decoding(self) -> "ExpertRegion":
         """Return this region with `ReplicatedDispatch`, uncompiled, for decoding: all ranks have the same tokens."""
-        return replace(self, dispatch=ReplicatedDispatch(replace(self.group, fusion=EAGER)), cuts_tokens=False)
+        router, group = replace(self.router, fusion=EAGER), replace(self.group, fusion=EAGER)
+        return replace(self, router=router, dispatch=ReplicatedDispatch(group), cuts_tokens=False)

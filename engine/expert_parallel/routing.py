@@ -28,6 +28,7 @@ import torch
 
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.config.schema.moe import MoEConfig
+from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.numerics.precision import accumulate
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
@@ -40,10 +41,12 @@ class Choice(NamedTuple):
 
     Attributes:
         experts: expert numbers int64 [T, k].
+        counts: how many of the T tokens chose each expert, int64 [E].
         fractions: each expert's tokens per sample, times E / (k S), [b, E] in the accumulation dtype; None without a sequence loss.
     """
 
     experts: torch.Tensor
+    counts: torch.Tensor
     fractions: torch.Tensor | None
 
 
@@ -57,6 +60,7 @@ class Router:
         sample: axis of the ranks that share each sample's tokens.
         loss_scale: 1 / nominal tokens in the global batch.
         dynamic_scale: loss scale for the backward (not 1 in fp16), a scalar on the device that each step sets.
+        fusion: wrapper that compiles the passes over scores and logits.
     """
 
     moe: MoEConfig
@@ -64,10 +68,11 @@ class Router:
     sample: Axis
     loss_scale: float
     dynamic_scale: torch.Tensor
+    fusion: Fusion
 
     def choose(self, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Choose experts int64 [T, k] by scores [T, E] plus the bias [E], if given (`top_experts`)."""
-        return top_experts(scores if bias is None else scores + bias, self.moe)
+        return self.fusion(top_experts)(scores, bias, self.moe)
 
     def in_turn(self, positions: torch.Tensor) -> torch.Tensor:
         """Choose experts int64 [T, k] round-robin by the tokens' positions int64 [T] in their samples."""
@@ -79,7 +84,7 @@ class Router:
 
         With `moe.counts_scores`, these have the token's largest scores, without bias and groups; else they are `experts`.
         """
-        return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
+        return self.fusion(_largest)(scores, self.moe.top_k) if self.moe.counts_scores else experts
 
     def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
         """Build a `Choice` of `experts`; its `fractions` count each expert's tokens in `counted`.
@@ -87,58 +92,77 @@ class Router:
         Both are int64 [T, k]: `experts` for routing, `counted` for the sequence loss alone. The T tokens are flattened from
         [T / samples, samples].
         """
-        return Choice(experts, self._fractions(counted, scores, samples))
-
-    def _fractions(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> torch.Tensor | None:
-        if not self.moe.balance.sequence_loss:
-            return None
-        num_tokens, num_experts = scores.shape
-        # One count over the combined numbers (sample, expert); this rank has only its part of each sample's tokens.
-        of_sample = torch.arange(num_tokens, device=experts.device).remainder(samples).unsqueeze(-1)
-        counts = count_values(of_sample * num_experts + experts, samples * num_experts).to(scores.dtype)
-        counts = self.sample.all_reduce(counts, "fractions").wait()
-        return counts.view(samples, num_experts) * (num_experts / (self.moe.top_k * self.seq_length))
+        count, moe = self.fusion(_count), self.moe
+        counts, of_samples = count(experts, samples, moe.num_experts, scores.dtype)
+        if not moe.balance.sequence_loss:
+            return Choice(experts, counts, None)
+        if counted is not experts:
+            _, of_samples = count(counted, samples, moe.num_experts, scores.dtype)
+        # This rank has only its part of each sample's tokens.
+        of_samples = self.sample.all_reduce(of_samples, "fractions").wait()
+        return Choice(experts, counts, of_samples * (moe.num_experts / (moe.top_k * self.seq_length)))
 
     def weights(
         self,
         x: torch.Tensor,
         weight: ShardedParameter,
         choose: Callable[[torch.Tensor], Choice],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Choice]:
         """Route tokens x [T, h] by the router's weight [E, h].
 
         Args:
             choose: function (scores [T, E]) -> choice; called once.
 
         Returns:
-            Weights [T, k] in the accumulation dtype, and experts int64 [T, k].
+            Weights [T, k] in the accumulation dtype, and the choice.
         """
         return _Route.apply(x, weight.weight(), weight, choose, self)
 
 
-def top_experts(scores: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
-    """Choose the k experts with the largest scores [T, E], as int64 [T, k].
+def top_experts(scores: torch.Tensor, bias: torch.Tensor | None, moe: MoEConfig) -> torch.Tensor:
+    """Choose the k experts with the largest scores [T, E] plus bias [E], if given, as int64 [T, k].
 
     On a tie the lower number comes first. With groups, only experts in the best groups are eligible. A group's score is its best
     expert's (2405.04434, section 2.2.2) or the sum of its best two (2412.19437, section 2.1.2).
     """
+    if bias is not None:
+        scores = scores + bias
     if moe.groups > 1:
         by_group = scores.unflatten(-1, (moe.groups, -1))
-        of_group = by_group.amax(-1) if moe.group_score == "max" else by_group.topk(2, dim=-1).values.sum(-1)
+        num_best = 1 if moe.group_score == "max" else 2
+        of_group = by_group.gather(-1, _largest(by_group, num_best)).sum(-1)
         left_out = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, _largest(of_group, moe.top_groups), False)
         scores = by_group.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
     return _largest(scores, moe.top_k)
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    # torch.topk breaks ties arbitrarily. The slice is copied, because a view would keep all indices in memory.
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
+    """Find the largest values in the last dim, largest first, as int64 [.., count]; on a tie the lower index comes first."""
+    # Compiled, all rounds are one kernel. torch.topk breaks ties arbitrarily, and a stable sort is thirty kernels.
+    numbers = torch.arange(values.shape[-1], device=values.device)
+    found = []
+    for _ in range(count):
+        found.append(values.argmax(-1, keepdim=True))
+        values = values.masked_fill(numbers == found[-1], -torch.inf)
+    return torch.cat(found, dim=-1)
 
 
 def count_values(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Count how often 0 .. count - 1 occur in `values`, as int64 [count], without a read by the host."""
+    """Count how often 0 .. count - 1 occur in `values`, at most 2^31 - 1 times, as int64 [count], without a read by the host."""
     flat = values.flatten()
-    return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    # Inductor has no kernel that counts in int64.
+    counts = torch.zeros(count, dtype=torch.int32, device=flat.device)
+    return counts.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32)).to(torch.int64)
+
+
+def _count(
+    experts: torch.Tensor, samples: int, num_experts: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Count this rank's tokens that chose each expert: int64 [E], and per sample in `dtype`, [samples, E]."""
+    # One count over the combined numbers (sample, expert).
+    of_sample = torch.arange(len(experts), device=experts.device).remainder(samples).unsqueeze(-1)
+    counts = count_values(of_sample * num_experts + experts, samples * num_experts).view(samples, num_experts)
+    return counts.sum(0), counts.to(dtype)
 
 
 class _Route(torch.autograd.Function):
@@ -152,46 +176,63 @@ class _Route(torch.autograd.Function):
         parameter: ShardedParameter,
         choose: Callable[[torch.Tensor], Choice],
         router: Router,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Choice]:
         logits = accumulate(x) @ accumulate(weight).t()
         scores = _scores(logits, router.moe)
         choice = choose(scores)
-        weights = scores.gather(-1, choice.experts)
-        if router.moe.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
         ctx.parameter, ctx.router = parameter, router
-        kept = () if choice.fractions is None else (choice.fractions,)
-        ctx.save_for_backward(x, weight, logits, choice.experts, *kept)
-        ctx.mark_non_differentiable(choice.experts)
-        return weights * router.moe.scaling, choice.experts
+        ctx.save_for_backward(x, weight, logits, choice.experts, choice.fractions)
+        return router.fusion(_weights)(scores, choice.experts, router.moe), choice
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None, None, None]:
-        x, weight, logits, experts, *fractions = ctx.saved_tensors
+        x, weight, logits, experts, fractions = ctx.saved_tensors
         router: Router = ctx.router
-        moe, balance = router.moe, router.moe.balance
-        scores = _scores(logits, moe)
-        grad = grad * moe.scaling
-        if moe.normalize:
-            # g_j = c_j / total over the chosen scores c, so dc_j = (dg_j - sum_i dg_i c_i / total) / total.
-            chosen = scores.gather(-1, experts)
-            total = chosen.sum(-1, keepdim=True) + SMALLEST_SUM
-            grad = (grad - (grad * chosen / total).sum(-1, keepdim=True)) / total
-        grad_scores = torch.zeros_like(scores).scatter_(-1, experts, grad)
-        scale = router.loss_scale * router.dynamic_scale
-        for each in fractions:
-            grad_scores += _of_shares(scores, each * (balance.sequence_loss * scale))
-        if moe.score == "softmax":
-            grad_logits = scores * (grad_scores - (grad_scores * scores).sum(-1, keepdim=True))
-        else:
-            grad_logits = grad_scores * scores * (1 - scores)
-        if balance.z_loss:
-            # The gradient of log_sum^2 is 2 log_sum softmax(logits).
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            grad_logits += (logits - log_sum).exp() * log_sum * (2 * balance.z_loss * scale)
+        grad_logits = router.fusion(_weights_backward)(
+            logits, experts, fractions, grad, router.dynamic_scale, router.loss_scale, router.moe
+        )
         parameter: ShardedParameter = ctx.parameter
         parameter.add_grad(grad_logits.t() @ accumulate(x))
         return (grad_logits @ accumulate(weight)).to(x.dtype), None, None, None, None
+
+
+def _weights(scores: torch.Tensor, experts: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
+    """Compute the weights [T, k] of the chosen experts from scores [T, E]."""
+    weights = scores.gather(-1, experts)
+    if moe.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
+    return weights * moe.scaling
+
+
+def _weights_backward(
+    logits: torch.Tensor,
+    experts: torch.Tensor,
+    fractions: torch.Tensor | None,
+    grad: torch.Tensor,
+    dynamic_scale: torch.Tensor,
+    loss_scale: float,
+    moe: MoEConfig,
+) -> torch.Tensor:
+    """Compute the gradient for logits [T, E] from that for the weights [T, k], and add those of the balance losses."""
+    scores, balance, scale = _scores(logits, moe), moe.balance, loss_scale * dynamic_scale
+    grad = grad * moe.scaling
+    if moe.normalize:
+        # g_j = c_j / total over the chosen scores c, so dc_j = (dg_j - sum_i dg_i c_i / total) / total.
+        chosen = scores.gather(-1, experts)
+        total = chosen.sum(-1, keepdim=True) + SMALLEST_SUM
+        grad = (grad - (grad * chosen / total).sum(-1, keepdim=True)) / total
+    grad_scores = torch.zeros_like(scores).scatter(-1, experts, grad)
+    if fractions is not None:
+        grad_scores = grad_scores + _of_shares(scores, fractions * (balance.sequence_loss * scale))
+    if moe.score == "softmax":
+        grad_logits = scores * (grad_scores - (grad_scores * scores).sum(-1, keepdim=True))
+    else:
+        grad_logits = grad_scores * scores * (1 - scores)
+    if balance.z_loss:
+        # The gradient of log_sum^2 is 2 log_sum softmax(logits).
+        log_sum = logits.logsumexp(-1, keepdim=True)
+        grad_logits = grad_logits + (logits - log_sum).exp() * log_sum * (2 * balance.z_loss * scale)
+    return grad_logits
 
 
 def _scores(logits: torch.Tensor, moe: MoEConfig) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Varlen(Kernel[_Packed]):
             return self.part_backward(self._whole(q.shape[2]), grad, q, out, lse, k, v)
         return super().backward(grad, q, k, v, out, lse)
 
-    def pieces(self, num_queries: int, num_keys: int) -> Iterator[_Packed]:
+    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[_Packed]:
         assert self.mask.part is not None
         for each in self.mask.part.stretches:
             queries, keys = (

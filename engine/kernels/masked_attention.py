@@ -28,7 +28,13 @@ from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 BLOCK = 256
-"""Maximum queries per block."""
+"""Queries per block, unless the kernel takes larger ones."""
+
+MOST_SCORES = 2**25
+"""Scores of a larger block, over all rows and heads."""
+
+LEAST_BLOCKS = 8
+"""Larger blocks of a row. With n blocks, the products of a causal row have 1 / n more FLOPs than its visible keys need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +263,7 @@ class Kernel(Generic[AnyPiece]):
         # The memory order is [s, b, n, d_v], in which the next layer reads the output.
         out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
-        for piece in self.pieces(s, k.shape[2]):
+        for piece in self.pieces(q, k):
             found = self.part(piece, piece.queries.cut(q), piece.keys.cut(k), piece.keys.cut(v))
             piece.queries.put(out, found[0])
             piece.queries.put(lse, found[1])
@@ -280,7 +286,7 @@ class Kernel(Generic[AnyPiece]):
         grad_q = torch.empty_like(q)
         # Several pieces may add to the same key.
         grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
-        for piece in self.pieces(q.shape[2], k.shape[2]):
+        for piece in self.pieces(q, k):
             grad_part, q_part, out_part, lse_part = (piece.queries.cut(each) for each in (grad, q, out, lse))
             k_part, v_part = (piece.keys.cut(each) for each in (k, v))
             found = self.part_backward(piece, grad_part, q_part, out_part, lse_part, k_part, v_part)
@@ -289,7 +295,7 @@ class Kernel(Generic[AnyPiece]):
             piece.keys.add(grad_v, found[2])
         return grad_q, grad_k, grad_v
 
-    def pieces(self, num_queries: int, num_keys: int) -> Iterator[AnyPiece]:
+    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[AnyPiece]:
         """Yield pieces that together cover all queries."""
         raise NotImplementedError
 
@@ -320,8 +326,8 @@ class CpuFlash(Kernel[_Piece]):
     log-sum-exps weight the two outputs.
     """
 
-    def pieces(self, num_queries: int, num_keys: int) -> Iterator[_Piece]:
-        return _pieces(self.mask, num_queries, num_keys, None)
+    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[_Piece]:
+        return _pieces(self.mask, q.shape[2], k.shape[2], None)
 
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -383,8 +389,22 @@ class Blocks(Kernel[_Piece]):
     The backward recomputes each block's probabilities.
     """
 
-    def pieces(self, num_queries: int, num_keys: int) -> Iterator[_Piece]:
-        return _pieces(self.mask, num_queries, num_keys, BLOCK)
+    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[_Piece]:
+        (b, n, s, _), num_keys = q.shape, k.shape[2]
+        size = max(BLOCK, min(MOST_SCORES // (b * n * num_keys), s // LEAST_BLOCKS))
+        return _pieces(self.mask, s, num_keys, size)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> Tensors3:
+        # Of the output, each block needs only D = rowsum(dO O).
+        return super().backward(grad, q, k, v, self.fusion(_row_sums)(grad, out), lse)
 
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -404,12 +424,12 @@ class Blocks(Kernel[_Piece]):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        d = (accumulate(grad) * out).sum(-1)
+        """Compute the gradients for one piece. Here `out` is D = rowsum(dO O), [m, n, queries]."""
         grad, by_group = (self._by_group(each, k) for each in (grad, q))
         products, of_weights = by_group @ k.transpose(-1, -2), grad @ v.transpose(-1, -2)
         weigh_backward = self.fusion(_weigh_backward, lengths="all")
         of_products, weights = weigh_backward(
-            *(products.flatten(0, 2), of_weights.flatten(0, 2), lse.reshape(-1), d.reshape(-1)),
+            *(products.flatten(0, 2), of_weights.flatten(0, 2), lse.reshape(-1), out.reshape(-1)),
             *(q.shape[2], piece.window, self._factor(q), self.softcap),
         )
         of_products, weights = of_products.view_as(products), weights.view_as(products)
@@ -466,6 +486,10 @@ def _weigh_backward(
     slope = 1.0 if softcap is None else 1 - (logits / softcap).square_()
     of_products = (weights * (accumulate(of_weights) - d.unsqueeze(-1)) * slope).to(products.dtype)
     return of_products.mul_(factor), weights.to(products.dtype)
+
+
+def _row_sums(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return (accumulate(grad) * out).sum(-1)
 
 
 def _logits(products: torch.Tensor, factor: float, softcap: float | None) -> torch.Tensor:

@@ -58,10 +58,10 @@ class MoE(nn.Module):
         tokens = local.flatten(0, 1)
         choose = partial(self._choose, keys, x.shape)
         # A replayed layer takes the forward's choice from `once`; a different choice would exchange different rows.
-        weights, experts = self.experts.router.weights(
+        weights, choice = self.experts.router.weights(
             tokens, self.router, lambda scores: saved.once(partial(choose, scores))
         )
-        dispatch = self.experts.dispatch.begin(experts)
+        dispatch = self.experts.dispatch.begin(choice)
         # The shared experts need no other rank's tokens, so they run while the exchange that dispatch waits for is in flight.
         shared = None if self.shared is None else self.shared(x)
         sent = dispatch(tokens, weights)
@@ -88,9 +88,11 @@ class MoE(nn.Module):
 
     def _choose(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
         experts = self.chosen(keys, shape, scores)
+        counted = self.counted(keys, shape, scores, experts)
+        choice = self.experts.router.choice(experts, counted, scores, shape[1])
         if self.training:
-            self.experts.load.add(self.layer, experts)
-        return self.experts.router.choice(experts, self.counted(keys, shape, scores, experts), scores, shape[1])
+            self.experts.load.add(self.layer, choice.counts)
+        return choice
 
     def chosen(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
         """Choose experts int64 [T, k] for this rank's tokens by scores [T, E] plus bias.

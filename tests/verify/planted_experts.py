@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-import triaxis.engine.expert_parallel.dispatch
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
 from triaxis.engine.activations.saving_hooks import SavingHooks
@@ -13,10 +12,12 @@ from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.config.tree import Config
+from triaxis.engine.expert_parallel import dispatch
 from triaxis.engine.expert_parallel.balance import ExpertLoad
-from triaxis.engine.expert_parallel.dispatch import ExpertGroup, GatherDispatch, _There
+from triaxis.engine.expert_parallel.dispatch import GatherDispatch, _There
 from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.expert_parallel.routing import Choice, Router
+from triaxis.engine.layout.shard_spec import ExpertPlace
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, square_sum
 from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
 from triaxis.engine.pipeline.executor import Executor
@@ -168,9 +169,9 @@ def biases_follow_the_load_of_each_rank() -> None:
 def biases_follow_the_last_microbatch() -> None:
     add = ExpertLoad.add
 
-    def last(self: ExpertLoad, layer: int, experts: torch.Tensor) -> None:
+    def last(self: ExpertLoad, layer: int, counts: torch.Tensor) -> None:
         self.counts[self._rows[layer]].zero_()
-        add(self, layer, experts)
+        add(self, layer, counts)
 
     ExpertLoad.add = last  # type: ignore[method-assign]
 
@@ -182,7 +183,8 @@ def a_rank_has_the_bias_of_its_own_experts() -> None:
     def own(self: MoE, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
         assert self.bias is not None
         group, bias = self.experts.group, self.bias.weight().detach()
-        is_other = group.local_numbers(torch.arange(len(bias))) == group.num_local
+        numbers = dispatch.local_numbers(torch.arange(len(bias)), group.place, group.num_local)
+        is_other = numbers == group.num_local
         return self.experts.router.choose(scores, bias.masked_fill(is_other, 0.0))
 
     MoE.chosen = own  # type: ignore[method-assign]
@@ -206,11 +208,12 @@ def choices_are_made_again_in_the_replay() -> None:
 
 
 def experts_have_the_numbers_of_the_next_rank() -> None:
-    def shifted(self: ExpertGroup, experts: torch.Tensor) -> torch.Tensor:
-        local = experts - (self.place.ep_index + 1) % self.place.ep * self.num_local
-        return local.where((local >= 0) & (local < self.num_local), self.num_local)
+    local_numbers = dispatch.local_numbers
 
-    ExpertGroup.local_numbers = shifted  # type: ignore[method-assign]
+    def shifted(experts: torch.Tensor, place: ExpertPlace, num_local: int) -> torch.Tensor:
+        return local_numbers(experts, replace(place, ep_index=(place.ep_index + 1) % place.ep), num_local)
+
+    dispatch.local_numbers = shifted
 
 
 def weights_stay_in_the_order_of_arrival() -> None:
@@ -225,8 +228,8 @@ def weights_stay_in_the_order_of_arrival() -> None:
 def outputs_are_combined_without_weights_on_other_ranks() -> None:
     begin = GatherDispatch.begin
 
-    def unweighted(self: GatherDispatch, experts: torch.Tensor) -> Any:
-        dispatch = begin(self, experts)
+    def unweighted(self: GatherDispatch, choice: Choice) -> Any:
+        dispatch = begin(self, choice)
 
         def without(x: torch.Tensor, weights: torch.Tensor) -> Any:
             sent = dispatch(x, weights)
@@ -243,15 +246,15 @@ def tokens_beyond_the_capacity_are_dropped() -> None:
     def balanced(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
         return etp * tokens * moe.top_k
 
-    triaxis.engine.expert_parallel.dispatch.buffer_rows = balanced
+    dispatch.buffer_rows = balanced
     ExpertLoad.add_overflow = lambda self, rows: None  # type: ignore[method-assign]
 
 
 def parts_of_an_expert_are_averaged() -> None:
     begin = GatherDispatch.begin
 
-    def averaged(self: GatherDispatch, experts: torch.Tensor) -> Any:
-        dispatch, etp = begin(self, experts), self._group.place.etp
+    def averaged(self: GatherDispatch, choice: Choice) -> Any:
+        dispatch, etp = begin(self, choice), self._group.place.etp
 
         def mean(x: torch.Tensor, weights: torch.Tensor) -> Any:
             sent = dispatch(x, weights)

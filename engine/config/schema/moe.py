@@ -19,8 +19,8 @@ from pydantic import Field
 
 from triaxis.engine.config.schema.section import LARGEST_WIDTH, MEANT, OnResume, Section
 
-MOST_EXPERTS = 2**16
-"""Maximum number of experts in a layer."""
+MOST_EXPERTS = 2**15 - 1
+"""Maximum number of experts in a layer. Tokens are sorted by their experts' numbers as int16."""
 
 DispatchName = Literal["all_gather", "all_to_all"]
 

@@ -7,6 +7,7 @@ from tests.oracle import oracle_choice
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.config.schema.moe import BalanceConfig, MoEConfig
 from triaxis.engine.expert_parallel.routing import Router, top_experts
+from triaxis.engine.kernels.fusion import EAGER
 
 TOKENS = torch.rand(200, 12, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 BIAS = torch.linspace(0.0, 2.0, 12, dtype=torch.float64)
@@ -31,14 +32,14 @@ def test_a_group_counts_by_its_best_however_many_it_has(score: str, groups: int)
     """Groups of three to six experts; the sum of three of them would choose other groups."""
     moe = moe_of(score, groups)
     wanted = [oracle_choice(token, moe) for token in TOKENS.tolist()]
-    assert top_experts(TOKENS, moe).tolist() == wanted
+    assert top_experts(TOKENS, None, moe).tolist() == wanted
 
 
 @pytest.mark.parametrize(("counts", "is_plain"), [("scores", True), ("choices", False)])
 def test_the_sequence_loss_counts_the_best_scores(counts: str, is_plain: bool) -> None:
     moe = moe_of("top2", 4, sequence_loss=0.1, sequence_counts=counts, bias_rate=0.1)
     nothing: Axis = None  # type: ignore[assignment]
-    router = Router(moe, len(TOKENS), nothing, 1.0, torch.ones(()))
+    router = Router(moe, len(TOKENS), nothing, 1.0, torch.ones(()), EAGER)
     chosen, plain = router.choose(TOKENS, BIAS), TOKENS.sort(descending=True, stable=True).indices[:, :3]
     assert chosen.tolist() != plain.tolist()
     assert router.counted(chosen, TOKENS).tolist() == (plain if is_plain else chosen).tolist()
