@@ -14,7 +14,7 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
 from triaxis.engine.config.tree import Config
 from triaxis.engine.device.allocator import set_up_allocator
-from triaxis.engine.expert_parallel.dispatch import ExchangeDispatch
+from triaxis.engine.expert_parallel.exchange_dispatch import ExchangeDispatch
 from triaxis.engine.kernels import fusion
 from triaxis.engine.kernels.registry import open_kernels
 from triaxis.engine.step import Engine

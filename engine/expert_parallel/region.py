@@ -7,13 +7,9 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.quantities.expert_rows import dispatch_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.expert_parallel.balance import ExpertLoad
-from triaxis.engine.expert_parallel.dispatch import (
-    Dispatch,
-    ExchangeDispatch,
-    ExpertGroup,
-    GatherDispatch,
-    ReplicatedDispatch,
-)
+from triaxis.engine.expert_parallel.dispatch import Dispatch, ExpertGroup
+from triaxis.engine.expert_parallel.exchange_dispatch import ExchangeDispatch
+from triaxis.engine.expert_parallel.gather_dispatch import GatherDispatch, ReplicatedDispatch
 from triaxis.engine.expert_parallel.routing import Router
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 

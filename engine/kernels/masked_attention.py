@@ -9,7 +9,7 @@
 No [s, s] mask is built. Memory and FLOPs grow only with the visible keys. The kernels are exact:
 
     CpuFlash   torch's kernel for the CPU, in any dtype
-    Blocks     plain operators on any device, with one query block's scores in memory at a time
+    Blocks     plain operators on any device (`engine/kernels/block_attention.py`)
     Varlen     flash attention on a GPU (`engine/kernels/flash_attention.py`)
 """
 
@@ -28,13 +28,7 @@ from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 BLOCK = 256
-"""Queries per block, unless the kernel takes larger ones."""
-
-MOST_SCORES = 2**25
-"""Scores of a larger block, over all rows and heads."""
-
-LEAST_BLOCKS = 8
-"""Larger blocks of a row. With n blocks, the products of a causal row have 1 / n more FLOPs than its visible keys need."""
+"""Queries per block, unless a kernel takes larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +161,7 @@ AnyPiece = TypeVar("AnyPiece", bound=Piece)
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece(Piece):
+class RowPiece(Piece):
     """A piece with consecutive queries of equal documents.
 
     Attributes:
@@ -189,7 +183,7 @@ class _Piece(Piece):
         return self.window is not None and self.keys.length > self.window
 
 
-def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Piece]:
+def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[RowPiece]:
     """Yield pieces without a window that together cover all queries.
 
     Query ranges in several documents share one piece if they are equally long and begin equally far into their documents.
@@ -200,7 +194,7 @@ def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Piece]:
         start = 0
         for first, stop in runs:
             queries = Places(((ALL_ROWS, start),), stop - first)
-            yield _Piece(queries, Places(((ALL_ROWS, 0),), stop), first)
+            yield RowPiece(queries, Places(((ALL_ROWS, 0),), stop), first)
             start += stop - first
         return
     # (position in the document, length) -> (row, first query in the rank's part, first key of the document in the row).
@@ -217,10 +211,10 @@ def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Piece]:
     for (position, length), found in places.items():
         queries = Places(tuple((row, query) for row, query, _ in found), length)
         keys = Places(tuple((row, key) for row, _, key in found), position + length)
-        yield _Piece(queries, keys, position)
+        yield RowPiece(queries, keys, position)
 
 
-def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
+def row_pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[RowPiece]:
     """Yield pieces of at most `block` consecutive queries, with the keys they see.
 
     If `block` is None, only a window that hides keys splits a document's queries, into min(window, BLOCK) at a time.
@@ -235,7 +229,7 @@ def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> I
             # The block's first query sees back to `first_key`, and later queries see no further back.
             first_key = 0 if window is None else max(0, position - window + 1)
             keys = stretch.keys.part(first_key, stretch.position + stop)
-            yield _Piece(stretch.queries.part(first, stop), keys, position - first_key, window)
+            yield RowPiece(stretch.queries.part(first, stop), keys, position - first_key, window)
 
 
 class Kernel(Generic[AnyPiece]):
@@ -319,18 +313,18 @@ class Kernel(Generic[AnyPiece]):
         raise NotImplementedError
 
 
-class CpuFlash(Kernel[_Piece]):
+class CpuFlash(Kernel[RowPiece]):
     """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
 
     The kernel's causal mask is aligned with the first key, so queries that begin later in their document need two calls. The
     log-sum-exps weight the two outputs.
     """
 
-    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[_Piece]:
-        return _pieces(self.mask, q.shape[2], k.shape[2], None)
+    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[RowPiece]:
+        return row_pieces(self.mask, q.shape[2], k.shape[2], None)
 
     def part(
-        self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, piece: RowPiece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -349,7 +343,7 @@ class CpuFlash(Kernel[_Piece]):
 
     def part_backward(
         self,
-        piece: _Piece,
+        piece: RowPiece,
         grad: torch.Tensor,
         q: torch.Tensor,
         out: torch.Tensor,
@@ -371,134 +365,19 @@ class CpuFlash(Kernel[_Piece]):
         return of_q[0] + of_q[1], torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
 
     @staticmethod
-    def _calls(piece: _Piece, q: torch.Tensor) -> list[tuple[slice, bool, torch.Tensor | None]]:
+    def _calls(piece: RowPiece, q: torch.Tensor) -> list[tuple[slice, bool, torch.Tensor | None]]:
         """List a piece's torch calls, each as (keys, is causal, additive mask [queries, keys] or None)."""
         if piece.is_whole:
             return [(slice(None), False, None)]
         if piece.is_cut:
             mask = torch.zeros(piece.queries.length, piece.keys.length, dtype=q.dtype, device=q.device)
-            hidden = _hidden(mask, piece.queries.length, piece.window)
+            hidden = hidden_keys(mask, piece.queries.length, piece.window)
             return [(slice(None), False, mask.masked_fill_(hidden, -torch.inf))]
         own = (slice(piece.position, None), True, None)
         return [own] if piece.position == 0 else [(slice(0, piece.position), False, None), own]
 
 
-class Blocks(Kernel[_Piece]):
-    """Attention in plain operators, one block of queries at a time (2205.14135).
-
-    The backward recomputes each block's probabilities.
-    """
-
-    def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[_Piece]:
-        (b, n, s, _), num_keys = q.shape, k.shape[2]
-        size = max(BLOCK, min(MOST_SCORES // (b * n * num_keys), s // LEAST_BLOCKS))
-        return _pieces(self.mask, s, num_keys, size)
-
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> Tensors3:
-        # Of the output, each block needs only D = rowsum(dO O).
-        return super().backward(grad, q, k, v, self.fusion(_row_sums)(grad, out), lse)
-
-    def part(
-        self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        products = self._by_group(q, k) @ k.transpose(-1, -2)
-        weigh = self.fusion(_weigh, lengths="all")
-        weights, lse = weigh(products.flatten(0, 2), q.shape[2], piece.window, self._factor(q), self.softcap)
-        return (weights.view_as(products) @ v).reshape(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
-
-    def part_backward(
-        self,
-        piece: _Piece,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> Tensors3:
-        """Compute the gradients for one piece. Here `out` is D = rowsum(dO O), [m, n, queries]."""
-        grad, by_group = (self._by_group(each, k) for each in (grad, q))
-        products, of_weights = by_group @ k.transpose(-1, -2), grad @ v.transpose(-1, -2)
-        weigh_backward = self.fusion(_weigh_backward, lengths="all")
-        of_products, weights = weigh_backward(
-            *(products.flatten(0, 2), of_weights.flatten(0, 2), lse.reshape(-1), out.reshape(-1)),
-            *(q.shape[2], piece.window, self._factor(q), self.softcap),
-        )
-        of_products, weights = of_products.view_as(products), weights.view_as(products)
-        return (
-            (of_products @ k).reshape(q.shape),
-            of_products.transpose(-1, -2) @ by_group,
-            weights.transpose(-1, -2) @ grad,
-        )
-
-    def _factor(self, q: torch.Tensor) -> float:
-        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
-
-    @staticmethod
-    def _by_group(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Reshape x [m, n, s, ..] to [m, n_kv, (n / n_kv) s, ..], one matrix per key/value head."""
-        m, n, s = x.shape[:3]
-        return x.reshape(m, k.shape[1], n // k.shape[1] * s, *x.shape[3:])
-
-
-def _weigh(
-    products: torch.Tensor, queries: int, window: int | None, factor: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute softmax's weights [rows, keys] and log-sum-exps [rows] from the products q k^T [rows, keys].
-
-    Args:
-        products: each `queries` rows in turn are the block's queries, the last of which is at the last key.
-        queries: number of queries in the block.
-        window: number of keys that a query sees; None: all up to its own.
-        factor: of the logits.
-        softcap: cap of the logits, or None.
-    """
-    logits = _logits(products, factor, softcap).masked_fill_(_hidden(products, queries, window), -torch.inf)
-    lse = logits.logsumexp(-1, keepdim=True)
-    return logits.sub_(lse).exp_().to(products.dtype), lse.squeeze(-1)
-
-
-def _weigh_backward(
-    products: torch.Tensor,
-    of_weights: torch.Tensor,
-    lse: torch.Tensor,
-    d: torch.Tensor,
-    queries: int,
-    window: int | None,
-    factor: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the products' gradient and the weights, both [rows, keys].
-
-    Flash attention's backward: dS = P (dP - D), where dP = dO V^T is `of_weights`, and D = rowsum(dO O) is `d` [rows]. A cap's
-    slope is 1 - tanh^2.
-    """
-    logits = _logits(products, factor, softcap)
-    weights = (logits - lse.unsqueeze(-1)).exp_().masked_fill_(_hidden(products, queries, window), 0.0)
-    slope = 1.0 if softcap is None else 1 - (logits / softcap).square_()
-    of_products = (weights * (accumulate(of_weights) - d.unsqueeze(-1)) * slope).to(products.dtype)
-    return of_products.mul_(factor), weights.to(products.dtype)
-
-
-def _row_sums(grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return (accumulate(grad) * out).sum(-1)
-
-
-def _logits(products: torch.Tensor, factor: float, softcap: float | None) -> torch.Tensor:
-    """Compute the unmasked logits in the accumulation dtype."""
-    logits = accumulate(products) * factor
-    return logits if softcap is None else (logits / softcap).tanh_() * softcap
-
-
-def _hidden(like: torch.Tensor, queries: int, window: int | None) -> torch.Tensor:
+def hidden_keys(like: torch.Tensor, queries: int, window: int | None) -> torch.Tensor:
     """Mark the keys that a query does not see, bool [rows, keys] as `like`. Each `queries` rows in turn end at the last key."""
     rows, num_keys = like.shape
     keys = torch.arange(num_keys, device=like.device)

@@ -12,7 +12,9 @@ from typing import cast
 from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
-from triaxis.engine.expert_parallel.dispatch import ExchangeDispatch, GatherDispatch, KnownRows
+from triaxis.engine.expert_parallel.dispatch import KnownRows
+from triaxis.engine.expert_parallel.exchange_dispatch import ExchangeDispatch
+from triaxis.engine.expert_parallel.gather_dispatch import GatherDispatch
 from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.step import Engine
 from triaxis.models.gpt.chunk import GPTChunk

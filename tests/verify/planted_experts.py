@@ -12,9 +12,10 @@ from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.config.tree import Config
-from triaxis.engine.expert_parallel import dispatch
+from triaxis.engine.expert_parallel import gather_dispatch
 from triaxis.engine.expert_parallel.balance import ExpertLoad
-from triaxis.engine.expert_parallel.dispatch import GatherDispatch, _There
+from triaxis.engine.expert_parallel.exchange_dispatch import _There
+from triaxis.engine.expert_parallel.gather_dispatch import GatherDispatch
 from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.expert_parallel.routing import Choice, Router
 from triaxis.engine.layout.shard_spec import ExpertPlace
@@ -183,7 +184,7 @@ def a_rank_has_the_bias_of_its_own_experts() -> None:
     def own(self: MoE, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
         assert self.bias is not None
         group, bias = self.experts.group, self.bias.weight().detach()
-        numbers = dispatch.local_numbers(torch.arange(len(bias)), group.place, group.num_local)
+        numbers = gather_dispatch.local_numbers(torch.arange(len(bias)), group.place, group.num_local)
         is_other = numbers == group.num_local
         return self.experts.router.choose(scores, bias.masked_fill(is_other, 0.0))
 
@@ -208,12 +209,12 @@ def choices_are_made_again_in_the_replay() -> None:
 
 
 def experts_have_the_numbers_of_the_next_rank() -> None:
-    local_numbers = dispatch.local_numbers
+    local_numbers = gather_dispatch.local_numbers
 
     def shifted(experts: torch.Tensor, place: ExpertPlace, num_local: int) -> torch.Tensor:
         return local_numbers(experts, replace(place, ep_index=(place.ep_index + 1) % place.ep), num_local)
 
-    dispatch.local_numbers = shifted
+    gather_dispatch.local_numbers = shifted
 
 
 def weights_stay_in_the_order_of_arrival() -> None:
@@ -246,7 +247,7 @@ def tokens_beyond_the_capacity_are_dropped() -> None:
     def balanced(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
         return etp * tokens * moe.top_k
 
-    dispatch.buffer_rows = balanced
+    gather_dispatch.buffer_rows = balanced
     ExpertLoad.add_overflow = lambda self, rows: None  # type: ignore[method-assign]
 
 

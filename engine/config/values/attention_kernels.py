@@ -99,7 +99,7 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
         ),
         "blocks": AttentionKernel(
             {"cpu": ALL, "cuda": ALL},
-            made_by="triaxis.engine.kernels.masked_attention:Blocks",
+            made_by="triaxis.engine.kernels.block_attention:Blocks",
             has_value_size=True,
             auto=Auto(),
         ),

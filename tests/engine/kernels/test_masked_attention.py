@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from tests.harness import compiler
 from triaxis.engine.data.documents import Documents
-from triaxis.engine.kernels import flash_attention, masked_attention
+from triaxis.engine.kernels import block_attention, flash_attention, masked_attention
 from triaxis.engine.kernels.attention import attention
+from triaxis.engine.kernels.block_attention import Blocks
 from triaxis.engine.kernels.flash_attention import Varlen
 from triaxis.engine.kernels.fusion import Form, Fusion
-from triaxis.engine.kernels.masked_attention import Blocks, Mask
+from triaxis.engine.kernels.masked_attention import Mask
 
 CPU = torch.device("cpu")
 
@@ -141,7 +142,8 @@ def test_compiled_blocks_of_any_length_equal_eager_ones(window: int | None) -> N
 
 @pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
 def test_a_long_row_is_computed_in_blocks(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_attention, "BLOCK", 4)
+    for module in (masked_attention, block_attention):
+        monkeypatch.setattr(module, "BLOCK", 4)
     for window in (None, 2, 6, 9):
         compare(kernel, Asked(rows=((23,), (23,)), window=window, has_sinks=True))
         compare(kernel, Asked(rows=((14, 9), (9, 14)), window=window))
