@@ -67,9 +67,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "engine/kernels/attention_trials.py": ("torch._subclasses.FakeTensor",),
     "engine/kernels/inductor.py": (
         "torch._dynamo.source.ConstantSource",
+        "torch._functorch.config.patch",
         "torch._guards.TracingContext",
         "torch._guards.tracing",
-        "torch._inductor.compile",
+        "torch._inductor.compile_fx.compile_fx",
+        "torch._inductor.compile_fx.compile_fx_inner",
         "torch._subclasses.FakeTensorMode",
         "torch.fx.experimental.proxy_tensor.make_fx",
         "torch.fx.experimental.symbolic_shapes.DimDynamic",

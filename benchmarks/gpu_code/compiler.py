@@ -143,6 +143,7 @@ class Compiler:
     def _write(self, call: FusedCall) -> _Code:
         """Have inductor write the code, by the way that `Fusion` takes."""
         found: list[_Code] = []
+        compile_inner = compile_fx.compile_fx_inner
 
         def inner(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
             with pretended(self._card):
@@ -155,17 +156,14 @@ class Compiler:
                     return SimpleNamespace(call=lambda arguments: ())
 
                 with patch.object(GraphLowering, "compile_to_module", written):
-                    compile_fx.compile_fx_inner(graph, moved, **options)
+                    compile_inner(graph, moved, **options)
             raise _WrittenError
-
-        def written_code(graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-            return compile_fx.compile_fx(graph, inputs, inner_compile=inner)
 
         arguments = tree_map(lambda each: each.empty() if isinstance(each, TensorSpec) else each, call.arguments)
         # Not found in a cache: there its code would not be written.
         with (
             inductor_config.patch(fx_graph_cache=False, compile_threads=1),
-            patch.object(torch._inductor, "compile", written_code),
+            patch.object(compile_fx, "compile_fx_inner", inner),
             suppress(_WrittenError),
         ):
             CompiledFunction(call.function, call.lengths)(*arguments)

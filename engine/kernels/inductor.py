@@ -30,13 +30,13 @@ class _Graph:
     """A compiled function of some shapes.
 
     Attributes:
-        run: takes the tensors among the arguments, in order; returns the tensors among the results.
+        run: takes a list of the tensors among the arguments, in order, and empties it; returns the tensors among the results.
         results: the form of the results, with places instead of tensors.
         guards: torch's condition on the open lengths `L["t0"]`, `L["t1"]`, ..; None if there is none.
         constants: among the arguments; kept, because the key has their identities.
     """
 
-    run: Callable[..., Sequence[torch.Tensor]]
+    run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     results: Any
     guards: CodeType | None
     constants: Sequence[Any]
@@ -64,7 +64,7 @@ class CompiledFunction:
         """
         tensors: list[torch.Tensor] = []
         graph = self._graph(arguments, tensors)
-        return _filled(graph.results, graph.run(*tensors))
+        return _filled(graph.results, graph.run(tensors))
 
     def bound(self, *arguments: Any) -> Callable[[], Any]:
         """Return a call with these arguments, which looks up its graph once. The tensors keep their memory, shapes and strides."""
@@ -74,7 +74,7 @@ class CompiledFunction:
         def call() -> Any:
             if not graphs:
                 graphs.append(self._graph(arguments, tensors))
-            return _filled(graphs[0].results, graphs[0].run(*tensors))
+            return _filled(graphs[0].results, graphs[0].run([*tensors]))
 
         return call
 
@@ -95,17 +95,16 @@ class CompiledFunction:
         for value in values:
             if isinstance(value, torch.Tensor):
                 # Without its history: a graph of a leaf would ask for gradients.
-                tensors.append(value.detach())
-                shape, num_open = value.shape, self._num_open(value)
-                key.append(value.dtype)
-                key.append(value.device)
-                key.append(shape[num_open:])
+                tensors.append(value.detach() if value.requires_grad else value)
+                num_open = 0 if self._lengths == "fixed" else self._num_open(value)
                 if num_open == 0:
-                    key.append(value.stride())
-                    key.append(value.storage_offset() * value.element_size() % _ALIGNMENT)
+                    offset = value.storage_offset()
+                    offset = offset and offset * value.element_size() % _ALIGNMENT
+                    key += (value.dtype, value.device, value.shape, value.stride(), offset)
                 else:
-                    key.append(value.stride() if num_open == 1 else None)
-                    lengths.extend(shape[:num_open])
+                    stride = value.stride() if num_open == 1 else None
+                    key += (value.dtype, value.device, value.shape[num_open:], stride)
+                    lengths += value.shape[:num_open]
             elif type(value) in (list, tuple):
                 key.append(len(value))
                 self._read(value, tensors, key, lengths)
@@ -114,8 +113,9 @@ class CompiledFunction:
 
     def _compiled(self, arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> _Graph:
         # Loaded by the first function that is compiled: it takes seconds.
-        import torch._inductor
+        import torch._functorch.config
         from torch._guards import TracingContext, tracing
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._subclasses import FakeTensorMode
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -130,6 +130,11 @@ class CompiledFunction:
         shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=shapes)
         forms: list[Any] = []
+        codes: list[Any] = []
+
+        def inner(*given: Any, **options: Any) -> Any:
+            codes.append(compile_fx_inner(*given, **options))
+            return codes[-1]
 
         def flat(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             results: list[torch.Tensor] = []
@@ -140,11 +145,13 @@ class CompiledFunction:
             fakes: list[Any] = [self._fake(mode, tensor, place) for place, tensor in enumerate(tensors)]
             with mode:
                 graph = make_fx(flat)(*fakes)
-            run = torch._inductor.compile(graph, fakes)
+            # Around inductor's code, `compile_fx` returns wrappers for autograd, whose cache would not call `inner`.
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                compile_fx(graph, fakes, inner_compile=inner)
         lengths = [size for fake in fakes for size in fake.shape if isinstance(size, torch.SymInt)]
         guards = shapes.produce_guards_expression(lengths)
         code = compile(guards, "guards", "eval") if guards else None
-        return _Graph(run, forms[-1], code, _replaced(arguments, repeat(None)))
+        return _Graph(codes[0], forms[-1], code, _replaced(arguments, repeat(None)))
 
     def _num_open(self, tensor: torch.Tensor) -> int:
         """Count the first dims that may have any length. torch makes another graph of lengths 0 and 1."""
