@@ -11,7 +11,8 @@ from triaxis.engine.expert_parallel.dispatch import Dispatch, ExpertGroup
 from triaxis.engine.expert_parallel.exchange_dispatch import ExchangeDispatch
 from triaxis.engine.expert_parallel.gather_dispatch import GatherDispatch, ReplicatedDispatch
 from triaxis.engine.expert_parallel.routing import Router
-from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.fusion import EAGER
+from triaxis.engine.kernels.registry import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class ExpertRegion:
         cls,
         config: Config,
         topology: Topology,
-        fusion: Fusion,
+        kernels: Kernels,
         on_kept: TensorObserver = unobserved,
     ) -> "ExpertRegion | None":
         """Build routing, dispatch and load counts for a rank's MoE layers; None without experts.
@@ -45,13 +46,21 @@ class ExpertRegion:
             return None
         load = ExpertLoad(config.model.expert_layers, moe.num_experts, moe.balance.bias_rate, topology.device)
         place = topology.sizes.expert_place(topology.rank)
-        group = ExpertGroup(topology.axis("experts"), place, moe, fusion, load.add_overflow, on_kept)
+        group = ExpertGroup(topology.axis("experts"), place, moe, kernels.fusion, load.add_overflow, on_kept)
         dispatch: Dispatch = ExchangeDispatch(group)
         if dispatch_of(config) == "all_gather":
             dispatch = GatherDispatch(group)
         nominal_tokens = config.train.global_batch_size * config.model.seq_length
-        scales = 1.0 / nominal_tokens, load.loss_scale
-        router = Router(moe, config.model.seq_length, topology.axis("sample"), *scales, fusion)
+        router = Router(
+            moe,
+            config.model.seq_length,
+            topology.axis("sample"),
+            1.0 / nominal_tokens,
+            load.loss_scale,
+            kernels.fusion,
+            # It was tried with main grads in the accumulation dtype, which the logits have too.
+            kernels.choices.weight_grad if config.precision.gradients == "full" else "separate",
+        )
         return cls(router, group, dispatch, load, topology.sizes.tp > 1)
 
     def for_decoding(self) -> "ExpertRegion":

@@ -29,7 +29,8 @@ import torch
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.config.schema.moe import MoEConfig
 from triaxis.engine.kernels.fusion import Fusion
-from triaxis.engine.numerics.precision import accumulate
+from triaxis.engine.kernels.weight_grad import WeightGradKernel, add_matmul
+from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 SMALLEST_SUM = 1e-20
@@ -61,6 +62,7 @@ class Router:
         loss_scale: 1 / nominal tokens in the global batch.
         dynamic_scale: loss scale for the backward (not 1 in fp16), a scalar on the device that each step sets.
         fusion: wrapper that compiles the passes over scores and logits.
+        kernel: kernel of the logits' product; `fused` reads 16-bit operands as they are.
     """
 
     moe: MoEConfig
@@ -69,6 +71,7 @@ class Router:
     loss_scale: float
     dynamic_scale: torch.Tensor
     fusion: Fusion
+    kernel: WeightGradKernel
 
     def choose(self, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Choose experts int64 [T, k] by scores [T, E] plus the bias [E], if given (`top_experts`)."""
@@ -177,7 +180,7 @@ class _Route(torch.autograd.Function):
         choose: Callable[[torch.Tensor], Choice],
         router: Router,
     ) -> tuple[torch.Tensor, Choice]:
-        logits = accumulate(x) @ accumulate(weight).t()
+        logits = _logits(x, weight, router.kernel)
         scores = _scores(logits, router.moe)
         choice = choose(scores)
         ctx.parameter, ctx.router = parameter, router
@@ -233,6 +236,14 @@ def _weights_backward(
         log_sum = logits.logsumexp(-1, keepdim=True)
         grad_logits = grad_logits + (logits - log_sum).exp() * log_sum * (2 * balance.z_loss * scale)
     return grad_logits
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor, kernel: WeightGradKernel) -> torch.Tensor:
+    if kernel == "separate":
+        return accumulate(x) @ accumulate(weight).t()
+    logits = x.new_empty(len(x), len(weight), dtype=accumulation_dtype(x.dtype))
+    add_matmul(logits, x.t(), weight.t(), overwrite=True, kernel=kernel)
+    return logits
 
 
 def _scores(logits: torch.Tensor, moe: MoEConfig) -> torch.Tensor:

@@ -232,7 +232,7 @@ def build_chunks(
         )
     form = None if kernels.fp8 is None else Fp8Form.of(kernels.fp8, config, topology, saved)
     forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
-    experts = ExpertRegion.of(config, topology, kernels.fusion, on_saved)
+    experts = ExpertRegion.of(config, topology, kernels, on_saved)
     place = topology.sizes.expert_place(topology.rank)
     chunks = []
     for stage in stages:
