@@ -67,7 +67,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "engine/kernels/attention_trials.py": ("torch._subclasses.FakeTensor",),
     "engine/kernels/inductor.py": (
         "torch._dynamo.source.ConstantSource",
-        "torch._functorch.config.patch",
+        "torch._functorch.config.enable_autograd_cache",
         "torch._guards.TracingContext",
         "torch._guards.tracing",
         "torch._inductor.compile_fx.compile_fx",

@@ -141,7 +141,7 @@ def top_experts(scores: torch.Tensor, bias: torch.Tensor | None, moe: MoEConfig)
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """Find the largest values in the last dim, largest first, as int64 [.., count]; on a tie the lower index comes first."""
-    # Compiled, all rounds are one kernel. torch.topk breaks ties arbitrarily, and a stable sort is thirty kernels.
+    # Compiled, all rounds are one kernel; a stable sort is six. torch.topk breaks ties arbitrarily.
     numbers = torch.arange(values.shape[-1], device=values.device)
     found = []
     for _ in range(count):

@@ -146,8 +146,12 @@ class CompiledFunction:
             with mode:
                 graph = make_fx(flat)(*fakes)
             # Around inductor's code, `compile_fx` returns wrappers for autograd, whose cache would not call `inner`.
-            with torch._functorch.config.patch(enable_autograd_cache=False):
+            has_cache = torch._functorch.config.enable_autograd_cache
+            torch._functorch.config.enable_autograd_cache = False
+            try:
                 compile_fx(graph, fakes, inner_compile=inner)
+            finally:
+                torch._functorch.config.enable_autograd_cache = has_cache
         lengths = [size for fake in fakes for size in fake.shape if isinstance(size, torch.SymInt)]
         guards = shapes.produce_guards_expression(lengths)
         code = compile(guards, "guards", "eval") if guards else None
