@@ -78,12 +78,6 @@ def process_group(size: int) -> None:
     dist.init_process_group("nccl", rank=0, world_size=size, store=dist.HashStore())
 
 
-def patched(owner: type, name: str, change: Callable[[Any], Any]) -> None:
-    """Change what a method returns; once, however many depths are built."""
-    plain = getattr(owner, name)
-    setattr(owner, name, lambda *given, **options: change(plain(*given, **options)))
-
-
 def _ids(shape: Shape) -> torch.Tensor:
     return torch.zeros(1, shape.seq_length, dtype=torch.int64, device="cuda")
 
@@ -199,6 +193,20 @@ def fsdp(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
     return forward_backward, update
 
 
+def _read_equal_counts(dispatcher: Any, shape: Shape, top_k: int) -> None:
+    """Let torchtitan's dispatcher go on with equal numbers of rows, after it has read those of the stub."""
+    read, rows = dispatcher._sync_token_count_exchange, [shape.seq_length * top_k // shape.ep] * shape.ep
+
+    def equal(*given: Any) -> tuple[torch.Tensor, list[int], list[int]]:
+        counts, *found = read(*given)
+        # A number that is not used would not be read in compiled layers.
+        for count in (*found[0], *found[1]):
+            torch._check(count < sys.maxsize)
+        return counts, rows, rows
+
+    dispatcher._sync_token_count_exchange = equal
+
+
 def torchtitan(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
     """torchtitan's model: FSDP2, FlexAttention, the loss in 8 pieces, without recomputation."""
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -213,16 +221,8 @@ def torchtitan(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
     if not dist.is_initialized():
         process_group(shape.num_ranks)
         utils.set_spmd_backend(backend)
-    if config.model.moe is not None:
-        rows = [shape.seq_length * config.model.moe.top_k // shape.ep] * shape.ep
-
-        def equal(read: Any) -> tuple[torch.Tensor, list[int], list[int]]:
-            # A number that is not used would not be read in compiled layers.
-            for count in (*read[1], *read[2]):
-                torch._check(count < sys.maxsize)
-            return read[0], rows, rows
-
-        patched(AllToAllTokenDispatcher, "_sync_token_count_exchange", equal)
+        if config.model.moe is not None:
+            _read_equal_counts(AllToAllTokenDispatcher, shape, config.model.moe.top_k)
     family, _, size = shape.name.partition("_")
     named = size.upper().replace("_", "-")
     spec = importlib.import_module(f"torchtitan.models.{family}").model_registry(named, attn_backend="flex")

@@ -22,17 +22,9 @@ class Blocks(Kernel[RowPiece]):
         size = max(BLOCK, min(MOST_SCORES // (b * n * num_keys), s // LEAST_BLOCKS))
         return row_pieces(self.mask, s, num_keys, size)
 
-    def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> Tensors3:
-        # Of the output, each block needs only D = rowsum(dO O).
-        return super().backward(grad, q, k, v, self.fusion(_row_sums)(grad, out), lse)
+    def of_out(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Compute D = rowsum(dO O), [b, n, s]."""
+        return self.fusion(_row_sums)(grad, out)
 
     def part(
         self, piece: RowPiece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -47,17 +39,16 @@ class Blocks(Kernel[RowPiece]):
         piece: RowPiece,
         grad: torch.Tensor,
         q: torch.Tensor,
-        out: torch.Tensor,
+        d: torch.Tensor,
         lse: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        """Compute the gradients for one piece. Here `out` is D = rowsum(dO O), [m, n, queries]."""
         grad, by_group = (self._by_group(each, k) for each in (grad, q))
         products, of_weights = by_group @ k.transpose(-1, -2), grad @ v.transpose(-1, -2)
         weigh_backward = self.fusion(_weigh_backward, lengths="all")
         of_products, weights = weigh_backward(
-            *(products.flatten(0, 2), of_weights.flatten(0, 2), lse.reshape(-1), out.reshape(-1)),
+            *(products.flatten(0, 2), of_weights.flatten(0, 2), lse.reshape(-1), d.reshape(-1)),
             *(q.shape[2], piece.window, self._factor(q), self.softcap),
         )
         of_products, weights = of_products.view_as(products), weights.view_as(products)

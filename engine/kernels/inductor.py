@@ -96,10 +96,9 @@ class CompiledFunction:
             if isinstance(value, torch.Tensor):
                 # Without its history: a graph of a leaf would ask for gradients.
                 tensors.append(value.detach() if value.requires_grad else value)
-                num_open = 0 if self._lengths == "fixed" else self._num_open(value)
+                num_open = self._num_open(value)
                 if num_open == 0:
-                    offset = value.storage_offset()
-                    offset = offset and offset * value.element_size() % _ALIGNMENT
+                    offset = value.storage_offset() * value.element_size() % _ALIGNMENT
                     key += (value.dtype, value.device, value.shape, value.stride(), offset)
                 else:
                     stride = value.stride() if num_open == 1 else None

@@ -280,14 +280,19 @@ class Kernel(Generic[AnyPiece]):
         grad_q = torch.empty_like(q)
         # Several pieces may add to the same key.
         grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
+        of_out = self.of_out(grad, out)
         for piece in self.pieces(q, k):
-            grad_part, q_part, out_part, lse_part = (piece.queries.cut(each) for each in (grad, q, out, lse))
+            grad_part, q_part, out_part, lse_part = (piece.queries.cut(each) for each in (grad, q, of_out, lse))
             k_part, v_part = (piece.keys.cut(each) for each in (k, v))
             found = self.part_backward(piece, grad_part, q_part, out_part, lse_part, k_part, v_part)
             piece.queries.put(grad_q, found[0])
             piece.keys.add(grad_k, found[1])
             piece.keys.add(grad_v, found[2])
         return grad_q, grad_k, grad_v
+
+    def of_out(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Compute what `part_backward` needs of the output [b, n, s, d]; by default, the output itself."""
+        return out
 
     def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[AnyPiece]:
         """Yield pieces that together cover all queries."""

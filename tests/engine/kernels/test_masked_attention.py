@@ -140,10 +140,11 @@ def test_compiled_blocks_of_any_length_equal_eager_ones(window: int | None) -> N
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
-def test_a_long_row_is_computed_in_blocks(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kernel", "block"), [("sdpa", 4), ("blocks", 4), ("blocks", 1)])
+def test_a_long_row_is_computed_in_blocks(kernel: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a block of one query, `blocks` takes an eighth of the row: two."""
     for module in (masked_attention, block_attention):
-        monkeypatch.setattr(module, "BLOCK", 4)
+        monkeypatch.setattr(module, "BLOCK", block)
     for window in (None, 2, 6, 9):
         compare(kernel, Asked(rows=((23,), (23,)), window=window, has_sinks=True))
         compare(kernel, Asked(rows=((14, 9), (9, 14)), window=window))
