@@ -9,6 +9,10 @@ from triaxis.engine.config.tree import Config
 
 Words = tuple[str, ...]
 IN_FP8: tuple[Words, ...] = ((), ("precision.fp8.recipe=tensorwise",))
+EXPERTS: Words = (
+    *("model.layers=[moe]", "model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.ffn_hidden_size=14336"),
+    *("model.moe.balance.bias_rate=0.001", "model.moe.balance.sequence_loss=0.001"),
+)
 CASES: tuple[tuple[str, int, tuple[Words, ...]], ...] = (
     (
         *("gpt-1.3b", 8),
@@ -31,12 +35,8 @@ CASES: tuple[tuple[str, int, tuple[Words, ...]], ...] = (
                 *("model.logit_softcap=30", "model.attention_softcap=50", "kernels.attention=blocks"),
             ),
             ("model.activation=geglu", "model.rotary_share=0.5", "model.qk_norm=true", "model.z_loss=1e-5"),
-            (
-                *("model.qk_norm=all_heads", "model.layers=[moe]"),
-                *("model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.ffn_hidden_size=14336"),
-                *("model.moe.balance.bias_rate=0.001", "model.moe.balance.sequence_loss=0.001"),
-                "kernels.dispatch=all_to_all",
-            ),
+            ("model.qk_norm=all_heads", *EXPERTS, "kernels.dispatch=all_to_all"),
+            (*EXPERTS, "kernels.dispatch=all_gather"),
         ),
     ),
 )

@@ -39,7 +39,10 @@ def alone(name: str, settings: tuple[str, ...]) -> Numbers:
     return numbers_of_steps(0, name, [*settings, "parallel.ep=1"], "cuda")
 
 
-@pytest.mark.parametrize("case", CASES)
+# In the slow tier, what two of the others have.
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow) if name == "tp pp" else name for name in CASES]
+)
 def test_a_layout_trains_as_one_rank(case: str) -> None:
     size, name, settings = CASES[case]
     expected, kernels = alone(name, (FP32,))

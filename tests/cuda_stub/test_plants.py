@@ -10,7 +10,7 @@ from tests.harness import RankFailedError
 
 IN_CI = ("off1: freed before the copy",)
 
-NAMED = r"DivergenceError|cannot convert float NaN to integer|died with exit code 70"
+NAMED = r"DivergenceError|cannot convert float NaN to integer|upper bound and lower bound|died with exit code 70"
 """What ends a rank that went on with wrong numbers; 70: an operator whose result would have a negative size."""
 
 
