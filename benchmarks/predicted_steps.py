@@ -58,7 +58,7 @@ def _calibrated(folder: Path, num_ranks: int) -> tuple[Path, float, float]:
     link = values.pop("collective_gb_per_s")
     path = folder / f"{num_ranks}_ranks.yaml"
     path.write_text(yaml.safe_dump(values))
-    shown = ("memory_gb_per_s", "peak_tflops", "host_us", "collective_us")
+    shown = ("memory_gb_per_s", "peak_tflops", "launch_us", "collective_us")
     print(f"{num_ranks} rank(s): " + ", ".join(f"{name} {values[name]}" for name in shown) + f", link {link} GB/s")
     return path, link, values["collective_us"]
 

@@ -4,14 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
-from triaxis.engine.kernels.masked_attention import BLOCK, Kernel, RowPiece, Tensors3, hidden_keys, row_pieces
+from triaxis.engine.config.quantities.attention_blocks import BLOCK, block_size
+from triaxis.engine.kernels.masked_attention import Kernel, RowPiece, Tensors3, hidden_keys, row_pieces
 from triaxis.engine.numerics.precision import accumulate
-
-MOST_SCORES = 2**25
-"""Scores of a block that is larger than BLOCK, over all rows and heads."""
-
-LEAST_BLOCKS = 8
-"""Such blocks of a row. With n blocks, the products of a causal row have 1 / n more FLOPs than its visible keys need."""
 
 
 class Blocks(Kernel[RowPiece]):
@@ -19,8 +14,7 @@ class Blocks(Kernel[RowPiece]):
 
     def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[RowPiece]:
         (b, n, s, _), num_keys = q.shape, k.shape[2]
-        size = max(BLOCK, min(MOST_SCORES // (b * n * num_keys), s // LEAST_BLOCKS))
-        return row_pieces(self.mask, s, num_keys, size)
+        return row_pieces(self.mask, s, num_keys, block_size(b * n, s, num_keys, BLOCK))
 
     def of_out(self, grad: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Compute D = rowsum(dO O), [b, n, s]."""

@@ -20,15 +20,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from triaxis.engine.config.quantities.attention_blocks import BLOCK
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-BLOCK = 256
-"""Queries per block, unless a kernel takes larger ones."""
 
 
 @dataclass(frozen=True, slots=True)

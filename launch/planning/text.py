@@ -78,6 +78,9 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
     parts = sorted(best.time.components.items(), key=lambda part: -part[1])
     shares = ", ".join(f"{part} {seconds / best.time.seconds:.1%}" for part, seconds in parts if seconds > 0)
     console.print(f"the step of the first: {shares}")
+    if best.time.components["host"]:
+        calls = f"{best.time.calls:,} calls, {cluster.load_device().host_us:g} us each"
+        console.print(f"  host-bound: the GPU is done before the host has posted a microbatch's {calls}")
     for line in memory_lines(best.memory, plan.usable_bytes):
         console.print(line)
     console.print(f"TFLOP/s and MFU: {convention(best.config.model)}")

@@ -22,7 +22,7 @@ from triaxis.models.predict.step_time.cluster import Cluster, cluster_of_devices
 from triaxis.models.predict.step_time.estimate import Estimator
 
 COMPONENTS_OF: Mapping[Part, tuple[str, ...]] = {
-    "compute": ("compute", "recompute"),
+    "compute": ("compute", "recompute", "host"),
     "exposed_tp": ("tp",),
     "exposed_cp": ("cp",),
     "exposed_ep": ("experts",),

@@ -147,7 +147,8 @@ def write_device(out: Path, name: str, kind: str, num_ranks: int) -> None:
         raise unwritable(f"{out}", error) from error
     peaks = ", ".join(f"{dtype} {tflops:g} TFLOP/s" for dtype, tflops in values["peak_tflops"].items())
     console.print(
-        f"wrote {out}: {peaks}; memory {values['memory_gb_per_s']:g} GB/s; host {values['host_us']:g} us per kernel; "
+        f"wrote {out}: {peaks}; memory {values['memory_gb_per_s']:g} GB/s; "
+        f"{values['launch_us']:g} us between kernels, {values['host_us']:g} us of the host per call; "
         f"a call of two ranks {values['collective_us']:g} us"
     )
     if math.isfinite(link):
@@ -185,7 +186,8 @@ def measure_device(
         report("host memory")
         host = _host_gb_per_s(device)
         report("host")
-        host_us, launch_us = (0.0, _launch_us(device)) if is_cuda else (_host_us(device), 0.0)
+        call_us = _call_us(device)
+        host_us, launch_us = (call_us, _launch_us(device)) if is_cuda else (0.0, call_us)
     report("links")
     link = measure_link(device)
     peaks = {dtype: max(row["tflops"] for row in gemm if row["dtype"] == dtype) for dtype in dtypes}
@@ -339,8 +341,8 @@ def _launch_us(device: torch.device) -> float:
     return _seconds(graph.replay, device) / GRAPH_KERNELS * 1e6
 
 
-def _host_us(device: torch.device) -> float:
-    """Measure the host's time per kernel, in microseconds.
+def _call_us(device: torch.device) -> float:
+    """Measure the host's time per call, in microseconds.
 
     The time of a layer with tiny tensors is divided by the cost model's number of kernels per layer.
     """
@@ -357,7 +359,7 @@ def _tiny_step(num_layers: int, device: torch.device) -> float:
             "data": {"synthetic": True},
             "train": {"steps": 1, "global_batch_size": MICROBATCHES, "micro_batch_size": 1},
             "parallel": {"dp": 1},
-            "precision": {"dtype": "fp32"},
+            "precision": {"dtype": "bf16" if device.type == "cuda" else "fp32"},
         }
     )
     return min(real_steps(config, 0, build_chunks, device, num_steps=ROUNDS).seconds)

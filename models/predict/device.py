@@ -77,7 +77,7 @@ class Device:
         streaming_share: share of `memory_gb_per_s` that elementwise kernels reach.
         processors: number of processors, each of which computes one tile at a time.
         launch_us: microseconds between a kernel's end and the next kernel's start.
-        host_us: microseconds that the host takes per kernel; they count if they exceed `launch_us`.
+        host_us: microseconds that the host takes per call, ahead of the device; 0 for a CPU, where `launch_us` has them.
         host_gb_per_s: rate of copies to pinned host memory, and of those from it, in 10^9 bytes per second.
         copies_beside: whether these copies run beside kernels, in both directions at once.
         collective_share: share of a link's bandwidth that collectives reach.

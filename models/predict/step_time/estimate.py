@@ -46,8 +46,8 @@ SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""
 
 
-COMPONENTS = ("compute", "recompute", "tp", "cp", "experts", "pipeline bubble", "transfers", "dp", "optimizer")
-"""In the order in which they are shown."""
+COMPONENTS = ("compute", "recompute", "tp", "cp", "experts", "host", "pipeline bubble", "transfers", "dp", "optimizer")
+"""In the order in which they are shown. "host": by how much the host's calls outlast the device's work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,12 @@ class StepTime:
     Attributes:
         seconds: seconds per optimizer step.
         components: seconds that the slowest pipeline rank spends on each of `COMPONENTS`; they add up to `seconds`.
+        calls: kernels and collectives that this rank's host posts for a microbatch, without those of a cut context's pieces.
     """
 
     seconds: float
     components: Mapping[str, float]
+    calls: int
 
     @property
     def bubble_share(self) -> float:
@@ -321,7 +323,7 @@ class _Step:
     def result(self, bubble: float, transfers: float) -> StepTime:
         """Build the step's time from the slowest rank's components, given the seconds of bubble and transfers."""
         components = self._components(self.slowest, bubble, transfers)
-        return StepTime(sum(components.values()), components)
+        return StepTime(sum(components.values()), components, round(self.ranks[self.slowest].seconds.calls))
 
     def of_ranks(self, bubble: float, transfers: float) -> list[dict[str, float]]:
         """List each pipeline rank's components; a rank's bubble is what remains of the slowest rank's step."""
@@ -336,12 +338,20 @@ class _Step:
         components = {
             name: self.num_microbatches * seconds for name, seconds in total(self.ranks[rank].seconds.passes).items()
         }
+        components["host"] = self._host_bound(rank)
         components["pipeline bubble"] = bubble
         components["transfers"] = components.get("transfers", 0.0) + transfers
         components["dp"] = components.get("dp", 0.0) + self._data_parallel(rank)
         # An update ends with the meeting of all ranks.
         components["optimizer"] = self._optimizer()
         return components
+
+    def _host_bound(self, rank: int) -> float:
+        """Compute the seconds per step by which a rank's host is behind: it posts calls ahead, through a whole microbatch."""
+        if self.implementation.host_ahead:
+            return 0.0
+        timed = self.ranks[rank]
+        return self.num_microbatches * max(0.0, timed.seconds.calls * self.device.host_us * 1e-6 - timed.total)
 
     def _data_parallel(self, rank: int) -> float:
         """Compute a rank's exposed seconds per step for gradient reductions and parameter gathers; 0 if passes include them."""

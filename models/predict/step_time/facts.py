@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
+from triaxis.engine.config.quantities.attention_blocks import block_size
 from triaxis.engine.config.quantities.context_parallel import exposed_share, gathers_keys, local_kv_heads
 from triaxis.engine.config.quantities.layer_products import layer_products
 from triaxis.engine.config.quantities.plan import part_length
@@ -100,6 +101,7 @@ class LayerWork:
         experts: the routed experts' work; None: the layer has none.
         wires: traffic over tp, by moment.
         head_size, keys_length: head size and key length that select attention's rate.
+        blocks: blocks of queries in which plain operators compute attention; 0: one kernel does.
         more: factor on GEMM seconds, 1 without an extension: FLOPs with an extension's parts over the built-in layer's.
         sent, sent_over_cp: extra traffic over tp and cp that an extension's parts send.
     """
@@ -116,6 +118,7 @@ class LayerWork:
     wires: dict[Moment, Wire]
     head_size: int
     keys_length: int
+    blocks: int
     more: float
     sent: Wire
     sent_over_cp: Wire
@@ -223,10 +226,20 @@ def layer_work(
         wires=tensor_parallel_wires(config, sizes, layer),
         head_size=model.head_size,
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
+        blocks=_blocks(config, sizes),
         more=1 + 2 * own.weights * rows / t / sum(gemm.flops for gemm in gemms.values()),
         sent=Wire(float(own.sent) * rows, own.calls),
         sent_over_cp=Wire(float(own.sent_over_cp) * rows, sum(one.calls for one in own.messages if one.axis == "cp")),
     )
+
+
+def _blocks(config: Config, sizes: ParallelSizes) -> int:
+    """Count the blocks of attention; only a softcap leaves no kernel but blocks."""
+    model, queries = config.model, part_length(config)
+    if model.attention_softcap is None:
+        return 0
+    rows = config.train.micro_batch_size * model.num_attention_heads // sizes.tp
+    return -(-queries // block_size(rows, queries, model.seq_length))
 
 
 @dataclass(frozen=True, slots=True)

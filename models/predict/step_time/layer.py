@@ -24,8 +24,14 @@ from triaxis.models.predict.step_time.facts import (
 from triaxis.models.predict.step_time.implementation import Implementation
 from triaxis.models.predict.step_time.links import Link, Links, Wire
 
-EXPERT_KERNELS = 14
-"""Kernels that router, dispatch and experts add to a dense layer's in a forward; a backward has twice as many."""
+EXPERT_KERNELS = (37, 28)
+"""Kernels that router, dispatch and experts add to a dense layer's in a forward, and in a backward (`tests/cuda_stub/golden`)."""
+
+BLOCK_KERNELS = (6, 15)
+"""Kernels of a block of queries in a forward and in a backward, if no fused kernel computes attention (`gemma.txt` there)."""
+
+END_CALLS = 27
+"""Calls of the embedding or the head in a microbatch, half of what both have there."""
 
 BACKWARD_FORWARDS = 2.5
 """A fused attention's backward FLOPs over its forward FLOPs: five products for two (2205.14135, algorithm 4)."""
@@ -33,17 +39,23 @@ BACKWARD_FORWARDS = 2.5
 
 @dataclass(slots=True)
 class Seconds:
-    """Seconds by component that a layer, or a sum of layers, takes in forward (F), input gradient (I) and weight gradient (W)."""
+    """Seconds by component that a layer, or a sum of layers, takes in forward (F), input gradient (I) and weight gradient (W).
+
+    Attributes:
+        calls: kernels and collectives that the host posts for all three.
+    """
 
     forward: dict[str, float] = field(default_factory=dict)
     input_grad: dict[str, float] = field(default_factory=dict)
     weight_grad: dict[str, float] = field(default_factory=dict)
+    calls: float = 0.0
 
     def add(self, other: "Seconds", count: float = 1) -> None:
         """Add `count` times the seconds of `other` to these."""
         for mine, others in zip(self.passes, other.passes, strict=True):
             for name, seconds in others.items():
                 mine[name] = mine.get(name, 0.0) + count * seconds
+        self.calls += count * other.calls
 
     @property
     def passes(self) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
@@ -89,7 +101,8 @@ class LayerTimer:
         if self._in_pieces:
             forward = work.more * self.products(self._pieces(work.gemms))[0] * self.sizes.tp
         core, core_back = self.core(work)
-        launches = self.launches(self.implementation.kernels_per_layer)
+        kernels = self.implementation.kernels_per_layer
+        launches = self.launches(kernels)
         forward_exposed = self._forward_tp(forward, work.wires["forward"])
         computed = forward + core + self.stream(work.forward_bytes) + launches
         again = self.stream(work.again_bytes) + sum(self._gemm(gemm.m, gemm.n, gemm.k) for gemm in work.again_gemms)
@@ -109,11 +122,19 @@ class LayerTimer:
             },
             weight_grad={"compute": weight_grad + launches, "tp": 0.0},
         )
+        forward_calls = (
+            kernels + work.blocks * BLOCK_KERNELS[0] + work.wires["forward"].calls + self._cp_wires.forward.calls
+        )
+        backward_calls = 2 * kernels + work.blocks * BLOCK_KERNELS[1] + self._cp_wires.backward.calls
+        backward_calls += sum(wire.calls for moment, wire in work.wires.items() if moment != "forward")
         seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad, work.wires)
         seconds.forward["tp"] += self._tp_seconds(work.sent)
         seconds.forward["cp"] += self._seconds(self._cp, work.sent_over_cp)
         if work.experts is not None:
             self._add_experts(seconds, work, work.experts)
+            forward_calls += EXPERT_KERNELS[0] + work.experts.forward.calls
+            backward_calls += EXPERT_KERNELS[1] + work.experts.backward.calls
+        seconds.calls = forward_calls * (1 + recomputed) + backward_calls
         if recomputed:
             seconds.input_grad["recompute"] = seconds.forward["compute"]
             forward_exposed = seconds.forward["tp"]
@@ -134,9 +155,9 @@ class LayerTimer:
             time(one.k, one.n, one.m, dtype, one.count) + self.added(one.n * one.k * one.count)
             for one, dtype in products
         )
-        launches = self.launches(EXPERT_KERNELS)
+        launches, launches_back = (self.launches(kernels) for kernels in EXPERT_KERNELS)
         seconds.forward["compute"] += forward + moved + launches
-        seconds.input_grad["compute"] += input_grad + 2 * moved + 2 * launches
+        seconds.input_grad["compute"] += input_grad + 2 * moved + launches_back
         seconds.weight_grad["compute"] += weight_grad
         if "mlp" in self.config.recompute.parts:
             first = experts.up
@@ -174,15 +195,18 @@ class LayerTimer:
         return work.core_flops / rates[0] * 1e-12, BACKWARD_FORWARDS * work.core_flops / rates[1] * 1e-12
 
     def launches(self, kernels: float) -> float:
-        """Seconds lost between kernels: for each, the device's gap or the host's time, whichever is longer."""
-        return kernels * max(self.device.launch_us, self.device.host_us) * 1e-6
+        """Seconds lost between kernels on the device."""
+        return kernels * self.device.launch_us * 1e-6
 
     def embedding(self) -> Seconds:
         """Time the embedding, which reads and writes rows and sums them over tp."""
         moved = self.stream(2 * activation_bytes(self.config)) + self.launches(2)
         sent = self._ends_wire()
         return Seconds(
-            {"compute": moved, "tp": self._tp_seconds(sent)}, {}, {"compute": 2 * moved, "tp": self._scattered(sent)}
+            {"compute": moved, "tp": self._tp_seconds(sent)},
+            {},
+            {"compute": 2 * moved, "tp": self._scattered(sent)},
+            END_CALLS,
         )
 
     def head(self, gemm: Gemm) -> Seconds:
@@ -205,6 +229,7 @@ class LayerTimer:
                 **again,
             },
             {"compute": weight_grad + self.launches(1)},
+            END_CALLS,
         )
 
     def _gemm(self, m: float, n: float, k: float) -> float:

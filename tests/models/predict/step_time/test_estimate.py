@@ -1,12 +1,15 @@
 """The Estimator: closed form and simulator, and what makes a step longer or shorter."""
 
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.documented import ROOT
 from tests.models.predict.step_time.layouts import layout
+from triaxis.engine.config.load import load_config
 from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
@@ -148,6 +151,37 @@ def test_eight_products_more_cost_an_h100_what_its_table_says() -> None:
     flops = 6 * 8 * 12 * 4096**2 * 2 * 4096
     rate = flops / (times[1].components["compute"] - times[0].components["compute"]) * 1e-12
     assert 450 < rate < 700
+
+
+ROW = re.compile(r"(?:layers\.\d+|rest), (forward|backward)(?: 1)? +(\d+) .* (\d+)")
+"""Calls in a step's last microbatch: all of them, and NCCL's."""
+
+SENDS = {"mixtral_ep8_all_to_all": 2 * 6 * 15}
+"""Rows travel 6 times in each of two layers: one call of the host has 16 of NCCL's sends and receives."""
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma", "llama_tp1", "llama_tp8", "mixtral_ep8_all_gather", "mixtral_ep8_all_to_all"]
+)
+def test_calls_of_a_microbatch_are_those_of_a_cards_program(name: str) -> None:
+    first, *lines = (ROOT / "tests/cuda_stub/golden" / f"{name}.txt").read_text().splitlines()
+    path, size, words = re.fullmatch(r"(\S+), rank 0 of (\d+), (.*)", first).groups()  # type: ignore[union-attr]
+    config = load_config(ROOT / path, words.split(), {}, world_size=int(size))
+    counted = sum(int(row[2]) for row in map(ROW.match, lines) if row) - SENDS.get(name, 0)
+    assert step(config).calls == pytest.approx(counted, rel=0.12)
+
+
+def test_a_step_is_host_bound_if_its_calls_outlast_the_devices_work() -> None:
+    """Nothing is lost while the device is slower; else the step takes the calls' time, and the update's."""
+    config = layout(microbatches=4, model={**WIDE, "num_layers": 8})
+    device, sizes = load_device("H100-SXM-80GB"), parallel_sizes(config)
+
+    def found(host_us: float) -> StepTime:
+        return Estimator(cluster_of("1xH100"), device=replace(device, host_us=host_us)).closed_form(config, sizes)
+
+    ahead, behind = found(0.0), found(1e4)
+    assert ahead.components["host"] == 0 and found(1.0) == ahead
+    assert behind.seconds == pytest.approx(4 * behind.calls * 1e-2 + behind.components["optimizer"], rel=1e-3)
 
 
 def test_an_update_whose_state_is_in_host_memory_is_as_long_as_its_copies() -> None:
