@@ -139,9 +139,10 @@ def head_and_losses(sizes: Sizes, x: torch.Tensor, targets: torch.Tensor) -> dic
         losses().sum().backward()
         buffers.finish()
 
+    ones = torch.ones(targets.shape, dtype=accumulation_dtype(x.dtype), device=x.device)
     forms = {
         "whole": lambda: vocab_parallel_cross_entropy(head(x), targets, axis, sizes.vocab),
-        "in quarters": lambda: chunked_head_losses(x, targets, head, sizes.vocab, -(-sizes.tokens // 4)),
+        "in quarters": lambda: chunked_head_losses(x, targets, ones, head, sizes.vocab, -(-sizes.tokens // 4)),
     }
     return {form: (lambda losses=losses: call(losses)) for form, losses in forms.items()}
 

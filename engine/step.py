@@ -80,6 +80,8 @@ class Chunk(Protocol):
     @property
     def load(self) -> ExpertLoad | None: ...
     @property
+    def output_grad(self) -> torch.Tensor | None: ...
+    @property
     def training(self) -> bool: ...
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def logits(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
@@ -181,6 +183,8 @@ class Engine:
         program = self.train_programs.next()
         # [1 + D], the gradient for the last stage's output. It includes the divisors, so main grads need no extra division pass.
         output_grad = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
+        if (of_forward := self.chunks[0].output_grad) is not None:
+            of_forward.copy_(output_grad)
         losses = self.executor.run(program, microbatches, self._loss, output_grad=output_grad, observers=observers)
         self.buffers.finish()
         return BatchLosses(self._sums(losses, len(num_labels)), num_labels)

@@ -99,7 +99,8 @@ def triaxis(shape: Shape, num_layers: int, *, settings: Sequence[str] = ()) -> S
     from triaxis.engine.data.loader import count_labels
     from triaxis.launch.footprint.run import microbatches
 
-    engine = lone_engine(shape.config(num_layers, *settings))
+    frugal = ("precision.masters=split", "recompute.head_tokens=2048")
+    engine = lone_engine(shape.config(num_layers, *frugal, *settings))
     batches = microbatches(engine)
     # As in training: labels are posted a step ahead, and the numbers of a step are read after the next one is posted.
     labels, losses, unread = [engine.post_labels(count_labels(batches))], [None], [None]
@@ -280,7 +281,9 @@ _TITAN = "torchtitan, its models and their parallelize_fn; with more than one ra
 _NO_GRAPH = "without its CUDA graph of the whole forward and backward"
 
 SUBJECTS: Mapping[str, Subject] = {
-    "triaxis": Subject("this checkout, with the kernels that `auto` chooses", triaxis),
+    "triaxis": Subject(
+        "this checkout, with the kernels that `auto` chooses, split masters and the head in pieces", triaxis
+    ),
     "triaxis-eager": Subject(
         "the same, elementwise functions not compiled", partial(triaxis, settings=("kernels.elementwise=eager",))
     ),

@@ -43,7 +43,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.block import Block, FirstNorm
 from triaxis.models.gpt.context import BuildContext, LayerInputs, Positions
 from triaxis.models.gpt.embedding import Embedding
-from triaxis.models.gpt.losses import TokenLosses, logit_options
+from triaxis.models.gpt.losses import TokenLosses, logit_options, token_grads
 from triaxis.models.gpt.mtp import TokensAhead
 from triaxis.models.gpt.stage_parameters import stage_parameters
 from triaxis.models.gpt.strays import refuse_strays
@@ -95,6 +95,11 @@ class GPTChunk(nn.Module):
         """Count of this rank's tokens sent to each expert, or None without experts."""
         return None if self.context.experts is None else self.context.experts.load
 
+    @property
+    def output_grad(self) -> torch.Tensor | None:
+        """Gradient of each of the last stage's outputs, written before a step's first forward. None: no forward reads it."""
+        return self.context.output_grad
+
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Compute hidden states for the next stage, or on the last stage the summed loss.
 
@@ -107,7 +112,8 @@ class GPTChunk(nn.Module):
             return self.saved.end_chunk(hidden)
         assert self.final_norm is not None
         hidden = self.final_norm(hidden)
-        total = (self.losses(hidden, self.head, batch.labels) * batch.loss_mask.t()).sum()
+        mask = batch.loss_mask.t()
+        total = (self.losses(hidden, self.head, batch.labels, *token_grads(self.context, mask)) * mask).sum()
         if self.training and self.ahead is not None:
             total = torch.stack((total, *self.ahead(hidden, self.head, batch, inputs)))
         return self.saved.end_chunk(total)
@@ -234,6 +240,9 @@ def build_chunks(
     forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
     experts = ExpertRegion.of(config, topology, kernels, on_saved)
     place = topology.sizes.expert_place(topology.rank)
+    output_grad = None
+    if choice.head_tokens is not None:
+        output_grad = torch.zeros(1 + config.model.num_mtp_layers, dtype=torch.float64, device=topology.device)
     chunks = []
     for stage in stages:
         parameters = stage_parameters(config, region, place, dtype, stage, held)
@@ -253,6 +262,7 @@ def build_chunks(
             saved=saved,
             forms=forms,
             form=IN_RUN_DTYPE if kernels.te is None else TeForm(kernels.te),
+            output_grad=output_grad,
         )
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()

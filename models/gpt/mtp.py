@@ -24,7 +24,7 @@ from triaxis.engine.tensor_parallel.entered import outside_of
 from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.context import BuildContext, LayerInputs, Positions
 from triaxis.models.gpt.embedding import Embedding
-from triaxis.models.gpt.losses import TokenLosses
+from triaxis.models.gpt.losses import TokenLosses, token_grads
 
 
 class TokensAhead(nn.Module):
@@ -50,7 +50,8 @@ class TokensAhead(nn.Module):
         """
         assert batch.ahead is not None and batch.mask_ahead is not None
         saved, choice = self.context.saved, self.context.recompute
-        shared, tokens, sums = inputs.positions.tables.values(), batch.labels, []
+        shared, tokens = inputs.positions.tables.values(), batch.labels
+        sums: list[torch.Tensor] = []
         for place, (each, labels, mask) in enumerate(
             zip(self.layers, batch.ahead, batch.mask_ahead, strict=True), start=self.first_place
         ):
@@ -60,7 +61,8 @@ class TokensAhead(nn.Module):
             run = partial(ahead, positions=inputs.positions, keys=inputs.keys)
             moves = place < self.context.num_offloaded
             hidden = ahead.norm(saved.run_layer(run, x, moves=moves, whole=is_again, shared=shared))
-            sums.append((ahead.losses(hidden, head, labels) * mask.t()).sum() * self.weight)
+            grads = token_grads(self.context, mask.t(), 1 + len(sums), self.weight)
+            sums.append((ahead.losses(hidden, head, labels, *grads) * mask.t()).sum() * self.weight)
             tokens = labels
         return sums
 

@@ -20,7 +20,7 @@ Differences from the paper:
     gathered k and v   all cp ranks' keys and values, kept whole (`recompute.gathered_kv`)
     ulysses            q, k and v a second time, for some heads and all tokens, and attention's output once more
     FP8                inputs of products in 1 byte per element (`models/predict/fp8_terms.py`)
-    head_tokens        no logits; while the head runs, some tokens' logits
+    head_tokens        the gradient of the head's input in place of input, sums and logits; while the head runs, some tokens' logits
     experts            `models/predict/experts/memory.py`, given the rank's expert load
     MTP layers         `models/predict/mtp_terms.py`, and the embedding's and head's tensors once more for each
     offload            a chunk's first layers keep only small tensors, or tensors that are held elsewhere
@@ -87,14 +87,16 @@ def _before_layers(config: Config, at: Sizes, stage: StageContents) -> list[Term
 def head_terms(config: Config, sizes: ParallelSizes, at: Sizes) -> list[Term]:
     """List the tensors that a final norm, the head and the losses keep."""
     columns = Fraction(config.model.padded_vocab_size, sizes.tp)
-    # The paper keeps 32-bit logits; this engine keeps them in the run's dtype and recomputes the softmax.
-    logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
+    norm, mask = norm_terms(config, at, "final_norm"), Term("losses", LOSS_MASK, Fraction(0), Fraction(1))
+    if config.recompute.head_tokens is not None:
+        return [*norm, Term("head", "gradient of the input", Fraction(0), at.w * at.h * at.shard), mask]
     return [
-        *norm_terms(config, at, "final_norm"),
+        *norm,
         column_input(config, at, "head"),
-        Term("losses", "logits", 4 * columns, logits),
+        # The paper keeps 32-bit logits; this engine keeps them in the run's dtype and recomputes the softmax.
+        Term("losses", "logits", 4 * columns, at.w * columns),
         Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
-        Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
+        mask,
     ]
 
 
@@ -268,14 +270,14 @@ def backward_bytes(
     at = Sizes.of(config, sizes)
     # The loss mask belongs to the batch.
     of_head = [term for term in head_terms(config, sizes, at) if term.tensor != LOSS_MASK] if stage.has_head else []
-    head, logits = _bytes(config, of_head), _logits_at_a_time(config, sizes, stage)
+    head = _bytes(config, of_head)
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     kept = kept_bytes(config, sizes, stage, groups)
     # With deferred weight gradients each group is one layer.
     layers: list[tuple[int, int]] = []
     if config.schedule.defers_weight_gradients:
         layers = _all_waiting(config, sizes, stage.layers, load)
-    most = kept + (groups[-1].moved if groups else 0) + logits
+    most = kept + (groups[-1].moved if groups else 0)
     kept -= head
     num_own = len(groups) - stage.num_mtp
     for index in reversed(range(len(groups))):
@@ -287,7 +289,7 @@ def backward_bytes(
         if index >= num_own:
             # After an MTP layer's backward come its embedding and the previous token's head.
             kept -= _bytes(config, embedding_terms(config, at))
-            most = max(most, kept + below.moved + logits)
+            most = max(most, kept + below.moved)
             kept -= head
     return max(most, kept)
 
@@ -413,7 +415,7 @@ def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: 
 
 
 def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
-    """Count the bytes of logits that exist while the head runs and are not kept; 0 unless `recompute.head_tokens` is set."""
+    """Count the bytes of a piece's logits, which exist while a head in pieces runs; 0 unless `recompute.head_tokens` is set."""
     head_tokens = config.recompute.head_tokens
     if head_tokens is None or not stage.has_head:
         return 0

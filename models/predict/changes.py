@@ -25,8 +25,9 @@ from triaxis.models.predict.axis_sizes import in_all_sizes
 from triaxis.models.predict.rank_memory import GATHERED, Prediction, can_keep, predict, resolve_recompute
 from triaxis.models.predict.recompute_choice import ATTENTION, MLP, choice_for_layers, worthwhile_parts
 
-HEAD_TOKENS = 1024
-"""Tokens whose logits are worth having at a time: enough for the head's GEMMs, and few of a long sequence's."""
+HEAD_TOKENS = 2048
+"""Tokens whose logits are worth having at a time. Each piece reads and writes the weight's gradient, which on an H100 takes half as
+long as the piece's GEMM, and runs beside it."""
 
 MOST_OF_A_KIND = 2
 """At most this many changes within the layout that fit are proposed, and at most this many other layouts."""
@@ -164,6 +165,8 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
         if can_keep(resolved, name) and getattr(resolved.recompute, name) == "keep":
             yield f"recompute.{name}", "regather"
     yield "precision.masters", "split"
+    if recompute.head_tokens is None:
+        yield "recompute.head_tokens", HEAD_TOKENS
     if recompute.granularity in ("none", "selective"):
         parts = worthwhile_parts(config, sizes)
         elementwise = [part for part in parts if part not in (ATTENTION, MLP)]
@@ -178,8 +181,6 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
         yield from (("parallel.zero", zero) for zero in range(config.parallel.zero + 1, 4))
     if sizes.dp_replicas > 1:
         yield "parallel.dp_replicas", 1
-    if recompute.head_tokens is None:
-        yield "recompute.head_tokens", HEAD_TOKENS
     if config.optimizer.offload == "none":
         yield "optimizer.offload", "cpu"
     yield from _more_offloaded(config, sizes)

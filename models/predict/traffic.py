@@ -176,16 +176,21 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
             tally.add("tp", call.purpose, call.op, t, call.num_bytes, times[call.moment])
     embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
     is_cut, whole = config.parallel.sequence_parallel, _activation_bytes(config, part_length(config))
-    gathers = is_cut * m * (embeddings + (1 + (config.recompute.gathered_inputs != "keep")) * heads)
+    # A head in pieces is done with its input in the forward.
+    at_a_time, regathers = config.recompute.head_tokens, config.recompute.gathered_inputs != "keep"
+    gathers = is_cut * m * (embeddings + (1 + (regathers and at_a_time is None)) * heads)
     tally.add("tp", "activations", "all_gather", t, whole // t, gathers)
     tally.add("tp", "activations", "reduce_scatter" if is_cut else "all_reduce", t, whole, m * (embeddings + heads))
-    numbers = accumulation_bytes(BYTES_PER_ELEMENT[config.precision.dtype]) * tokens_of_microbatch(config)
+    one, tokens = accumulation_bytes(BYTES_PER_ELEMENT[config.precision.dtype]), tokens_of_microbatch(config)
+    numbers = one * tokens
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
         tally.add("tp", QK_NORM, "all_reduce", t, 2 * numbers, m * (2 * len(layers) + recomputed))
     # The largest logit of each token, then its sum of exponentials and target logit together.
+    pieces, last = divmod(tokens, at_a_time or tokens)
     for count in (1, 2):
-        tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * numbers, m * heads)
+        tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * one * (at_a_time or tokens), m * heads * pieces)
+        tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * one * last, m * heads * bool(last))
 
 
 def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:

@@ -266,16 +266,20 @@ def test_operands_of_deferred_weight_gradients_are_gathered_under_the_gemm_befor
         ]
 
 
-def test_a_head_in_pieces_sends_what_a_whole_one_does_its_last_under_a_weight_gradient() -> None:
+def test_a_head_in_pieces_gathers_once_and_sends_its_gradient_under_a_weight_gradient() -> None:
     whole = Case("gpt", tp=2, sequence_parallel=True, num_layers=1, global_batch_size=2)
-    posts = {}
+    sent: dict[int | None, Counter[tuple[str, str, str]]] = {}
     for head_tokens in (None, 3):
         for events in run_ranks(events_of_a_step, 2, replace(whole, head_tokens=head_tokens)):
-            sent = [(event.axis, event.op, event.purpose, event.numel) for event in events if event.phase == "post"]
-            assert posts.setdefault("all", sent) == sent
+            mine: Counter[tuple[str, str, str]] = Counter()
+            for event in (each for each in events if each.phase == "post"):
+                mine[event.axis, event.op, event.purpose] += event.numel
+            assert sent.setdefault(head_tokens, mine) == mine
             places = [find(events, phase, "head backward") for phase in ("post", "wait")]
             for post, gemm, wait in zip(places[0], find(events, "mark", "head"), places[1], strict=True):
                 assert post < gemm < wait
+    again = sent[None].pop(("tp", "all_gather", "head regather"))
+    assert again and sent[3] == sent[None]
 
 
 def test_a_buckets_reduction_is_posted_under_the_backward_of_the_layers_below() -> None:

@@ -120,6 +120,13 @@ NEEDS = (
         for key in ("model.z_loss", "recompute.head_tokens")
     ),
     Need(
+        "recompute.head_tokens",
+        is_met=lambda c: c.parallel.zero < 2 or (c.schedule.name != "gpipe" and c.schedule.file is None),
+        rule="computes the head's gradient in the forward, and parallel.zero = {c.parallel.zero} reduces a microbatch's gradients "
+        "before the next one's: a schedule whose last stage makes another forward before a backward would mix them",
+        others={"parallel.zero": [1], "schedule.name": ["1f1b"]},
+    ),
+    Need(
         "optimizer.lr_schedule",
         values=("extension",),
         is_met=lambda c: c.model.own.schedule is not None,

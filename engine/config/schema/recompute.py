@@ -37,7 +37,9 @@ class RecomputeConfig(Section):
         None, gt=0, description="auto: predicted memory that a rank may use, without communicators, in 10^9 bytes"
     )
     head_tokens: Count | None = Field(
-        None, gt=0, description="tokens of the output head at a time, recomputed; null: all at once, their logits kept"
+        None,
+        gt=0,
+        description="tokens of the output head at a time, with gradients; null: all at once, their logits kept",
     )
 
     @property

@@ -107,15 +107,13 @@ def hardware_flops_per_token(
         model: model sizes.
         recompute: resolved setting, never `auto`. `full` with method `uniform` repeats every layer's forward. With method
             `block`, only the first `num_layers` layers in every chunk repeat the whole forward. Other layers repeat the chosen
-            parts. If `head_tokens` is set, the head's forward is repeated too.
+            parts.
         layers_per_chunk: number of transformer layers in each of the pp x vpp chunks, in model order.
         documents: statistics of the documents that attention stays within; None if it crosses documents.
     """
     heads = 1 + model.num_mtp_layers
     padding = heads * 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
     again = sum(layer.again for layer in layer_flops(model, recompute, layers_per_chunk, documents))
-    if recompute.head_tokens is not None:
-        again += heads * head_flops(model)
     return model_flops_per_token(model, documents=documents) + padding + again
 
 

@@ -37,10 +37,10 @@ def flops_costs(config: Config, sizes: ParallelSizes) -> Costs:
     for stage in stages:
         own = [layers[number] for number in stage.layers]
         head = head_flops(model) * (stage.has_head + stage.num_mtp)
-        head_again = head if recompute.head_tokens is not None else 0
-        forward.append((sum(layer.gemms + layer.attention for layer in own) + head) / unit)
-        # The head computes its weight gradient at once, together with its input gradient.
+        # The head computes its weight gradient at once, together with its input gradient: in pieces, in the forward.
+        of_head, of_head_back = (head, 2 * head) if recompute.head_tokens is None else (3 * head, 0)
+        forward.append((sum(layer.gemms + layer.attention for layer in own) + of_head) / unit)
         of_layers = sum(layer.gemms + 2 * layer.attention + layer.again for layer in own)
-        input_grad.append((of_layers + 2 * head + head_again) / unit)
+        input_grad.append((of_layers + of_head_back) / unit)
         weight_grad.append(sum(layer.gemms for layer in own) / unit)
     return Costs(forward, input_grad, weight_grad)

@@ -220,17 +220,14 @@ class LayerTimer:
         # Fused: two reads forward, a read and a write backward. Otherwise float copies: cast, shift, exp, divide, cast back.
         loss, loss_back = (2 * w, 2 * w) if self.implementation.fused_loss else (w + 32, 8 + w)
         sent = self._ends_wire()
-        again = {"recompute": forward} if self.config.recompute.head_tokens is not None else {}
-        return Seconds(
+        seconds = Seconds(
             {"compute": forward + self.stream(loss * logits) + self.launches(6), "tp": self._scattered(sent)},
-            {
-                "compute": input_grad + self.stream(loss_back * logits) + self.launches(4),
-                "tp": self._tp_seconds(sent),
-                **again,
-            },
+            {"compute": input_grad + self.stream(loss_back * logits) + self.launches(4), "tp": self._tp_seconds(sent)},
             {"compute": weight_grad + self.launches(1)},
             END_CALLS,
         )
+        # In pieces, the forward computes the gradients too.
+        return seconds if self.config.recompute.head_tokens is None else Seconds(total(seconds.passes), calls=END_CALLS)
 
     def _gemm(self, m: float, n: float, k: float) -> float:
         return self.device.gemm_seconds(m, n, k, self._dtype)

@@ -107,6 +107,11 @@ BAD_ROWS: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["recompute.head_tokens = 64", "the engine's own loss", "head_tokens = null"],
     ),
+    "a head's gradients of several microbatches at once": (
+        ["schedule.name=gpipe", "parallel.dp=2", "parallel.zero=2", "recompute.head_tokens=64"],
+        {},
+        ["recompute.head_tokens = 64", "parallel.zero = 2", "zero = 1", "schedule.name = 1f1b"],
+    ),
     "a phase of none": (["train.phase=main"], {}, ["train.phase = main", "the run has none", "train.phase = null"]),
     "steps beside phases": (
         [PHASES],

@@ -268,6 +268,7 @@ def forward_alone(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWa
     watch.forget_peak()
     (chunk,), (batch,), like = engine.chunks, batches, engine.executor
     chunk.train()
+    engine.buffers.start(num_microbatches=1)
     if engine.load is not None:
         engine.load.begin()
     x = None if engine.topology.coordinates.pp == 0 else torch.empty(like.shape, dtype=like.dtype, requires_grad=True)
