@@ -233,9 +233,8 @@ def _family_file(folder: Path, family: str) -> Path:
             "data": {"synthetic": True, **DOCUMENTS.get(family, {})},
             "train": {"steps": 1, "global_batch_size": 1},
             "optimizer": {"bucket_bytes": 4096},
-            "kernels": {
-                "attention": "explicit" if model.get("attention_dropout") else "auto" if family in DOCUMENTS else "sdpa"
-            },
+            # Dropout of probabilities has no other kernel.
+            "kernels": {"attention": "explicit" if model.get("attention_dropout") else "auto"},
         }
         path.write_text(yaml.safe_dump(tree))
     return path
