@@ -78,8 +78,7 @@ class Process:
     def __init__(self, name: str, options: argparse.Namespace, said: IO[str]) -> None:
         words = [sys.executable, "-m", "benchmarks.host.process", name, options.shape]
         environment = {key: value for key, value in os.environ.items() if key != "CARD_VALUES"}
-        # Threads of inductor's pool would count as the host's.
-        more = {"CARD_GIB": GIB, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        more = {"CARD_GIB": GIB, "OMP_NUM_THREADS": "1"}
         self._said = said
         self._process = subprocess.Popen(
             [*words, str(options.tp), str(options.ep), str(options.tokens)],

@@ -36,8 +36,12 @@ _DECLARED = re.compile(r"CUDAAPI\s+(cu\w+)\s*\(")
 
 
 def variables() -> dict[str, str]:
-    """Return what a process needs: Triton looks for the driver by itself; kernels that it and inductor compile are kept here."""
+    """Return what a process needs: Triton looks for the driver by itself; kernels that it and inductor compile are kept here.
+
+    A process compiles by itself. Workers would import torch again, outlive it, and their threads would count as the host's.
+    """
     return {
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TRITON_LIBCUDA_PATH": str(LIBRARIES),
         "TRITON_CACHE_DIR": f"{sys.prefix}/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{sys.prefix}/inductor",

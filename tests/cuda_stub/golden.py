@@ -194,8 +194,7 @@ def _stream(stream: str) -> str:
 
 
 def main(name: str, calls: str = "") -> None:
-    # Workers that compile would outlive the process.
-    os.environ.update(variables(), TORCHINDUCTOR_COMPILE_THREADS="1")
+    os.environ.update(variables())
     path = FOLDER / f"{name}.txt"
     with TemporaryDirectory() as folder:
         text = text_of(name, Path(calls or f"{folder}/calls"))
