@@ -11,8 +11,8 @@ from tests.harness import run_ranks
 from triaxis.engine.comm.runtime import RankEnvironment, start
 from triaxis.engine.config.schema.run import RuntimeConfig
 
-IN_FP32 = 2e-6
-"""Largest relative difference in fp32, where sums over ranks have another order."""
+LOSSES, NORMS = 1e-6, 2e-6
+"""Largest relative differences in fp32, where sums over ranks have another order."""
 
 FP32 = "precision.dtype=fp32"
 
@@ -48,7 +48,8 @@ def test_a_layout_trains_as_one_rank(case: str) -> None:
     expected, kernels = alone(name, (FP32,))
     for found, choices in on_cards(size, name, [FP32, *settings]):
         assert choices == kernels | OTHERS.get(case, {})
-        assert found == pytest.approx(expected, rel=IN_FP32)
+        assert found[::2] == pytest.approx(expected[::2], rel=LOSSES)
+        assert found[1::2] == pytest.approx(expected[1::2], rel=NORMS)
 
 
 def test_experts_train_with_the_cards_own_kernels_on_unequal_batches() -> None:
