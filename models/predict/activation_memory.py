@@ -39,7 +39,7 @@ from triaxis.engine.config.schema.layer_kinds import LayerKind, Rotary
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.experts.memory import BACKWARD as MLP_BACKWARD
-from triaxis.models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms
+from triaxis.models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms, remembered_counts
 from triaxis.models.predict.fp8_terms import is_in_fp8, kept_in_fp8, remembered_terms, sends_fp8
 from triaxis.models.predict.latent_terms import BEHIND_LATENTS
 from triaxis.models.predict.layer_terms import (
@@ -345,6 +345,7 @@ def layer_groups(
         in_backward += _bytes(config, _tables(config, at, stage.layers[start:stop]))
         chosen = [term for kind in kinds[start:stop] if kind.has_experts for term in choice_terms(config, at, sizes)]
         remembered = [term for layer in stage.layers[start:stop] for term in remembered_terms(config, at, layer)]
+        remembered += [remembered_counts(config, at) for kind in kinds[start:stop] if kind.has_experts]
         in_backward += _bytes(config, remembered)
         groups.append(LayerGroup(_bytes(config, [first, *chosen, *remembered]) - moved, in_backward, moved))
     seen: set[Rotary | None] = set()

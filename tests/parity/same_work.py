@@ -22,15 +22,16 @@ from torch.utils._pytree import tree_leaves
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.pipeline.actions import Action
 from triaxis.engine.pipeline.p2p import Transport
-from triaxis.engine.step import Engine
 
 Key = tuple[str, int, int]
 """Kind of an action, chunk and microbatch."""
 
 
 class Work(TorchDispatchMode):
-    """Attributes:
-    calls: by action, its operators in order, each as text.
+    """What was asked for while it was active.
+
+    Attributes:
+        calls: by action, its operators in order, each as text.
     """
 
     def __init__(self) -> None:
@@ -86,8 +87,8 @@ class Work(TorchDispatchMode):
 
 
 @contextmanager
-def recorded(engine: Engine, microbatches: Sequence[MicroBatch]) -> Iterator[Work]:
-    """Record the steps that run inside."""
+def recorded(microbatches: Sequence[MicroBatch]) -> Iterator[Work]:
+    """Record the step of these microbatches, which runs inside with `Work.observe` as an observer."""
     work, take = Work(), Transport.take
 
     def taken(self: Transport, key: Any) -> torch.Tensor:

@@ -43,7 +43,7 @@ def compared(rank: int, case: Case, one: int, other: int) -> tuple[int, list[str
     engine, batches = build_rank(rank, case)
     engine.train_step(batches.next_step(), 1e-3)
     microbatches = batches.next_step()
-    with recorded(engine, microbatches) as work:
+    with recorded(microbatches) as work:
         engine.forward_backward(microbatches, observers=[work.observe])
     batches.close()
     return sum(map(len, work.calls.values())), differences(work, one, other)

@@ -12,7 +12,8 @@ accumulation dtype. The parts of a layer keep, in bytes:
     shared      gate and up, and activated values, of an MLP of width f_s; the router already keeps the input
 
 If sequence parallelism is off, a rank copies its tokens out of the sequence, and the shared experts keep the whole sequence. A
-recomputed layer keeps only the expert choice and the fractions. Not counted: 4 bytes per expert that mark where its rows end.
+recomputed layer keeps only the expert choice, its counts and the fractions. Not counted: 4 bytes per expert that mark where its
+rows end.
 
 The dispatch determines the number of rows R:
 
@@ -110,6 +111,11 @@ def choice_terms(config: Config, at: Sizes, sizes: ParallelSizes) -> list[Term]:
         Term("mlp.router", "choice", NOTHING, Fraction(INDEX_BYTES * moe.top_k, sizes.tp)),
         Term("mlp.router", "fractions", NOTHING, fractions),
     ]
+
+
+def remembered_counts(config: Config, at: Sizes) -> Term:
+    """Return what a recomputed layer remembers beside the choice: how many tokens chose each expert."""
+    return Term("mlp.router", "counts", NOTHING, Fraction(INDEX_BYTES * _moe(config).num_experts * at.c, at.b * at.s))
 
 
 def deferred_expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction) -> list[Term]:
