@@ -26,8 +26,8 @@ from triaxis.models.predict.rank_memory import GATHERED, Prediction, can_keep, p
 from triaxis.models.predict.recompute_choice import ATTENTION, MLP, choice_for_layers, worthwhile_parts
 
 HEAD_TOKENS = 2048
-"""Tokens whose logits are worth having at a time. Each piece reads and writes the weight's gradient, which on an H100 takes half as
-long as the piece's GEMM, and runs beside it."""
+"""Tokens whose logits are worth having at a time. A piece's GEMM reads and writes the fp32 gradient of the weight. By an H100's
+data sheet, that takes half as long as its products, beside which it runs."""
 
 MOST_OF_A_KIND = 2
 """At most this many changes within the layout that fit are proposed, and at most this many other layouts."""

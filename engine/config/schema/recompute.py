@@ -49,7 +49,7 @@ class RecomputeConfig(Section):
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is recomputed."""
+        """Whether anything is recomputed, or the head is in pieces: the layout's name then has it."""
         return self.granularity != "none" or self.head_tokens is not None
 
     @property
