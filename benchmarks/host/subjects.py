@@ -99,8 +99,7 @@ def triaxis(shape: Shape, num_layers: int, *, settings: Sequence[str] = ()) -> S
     from triaxis.engine.data.loader import count_labels
     from triaxis.launch.footprint.run import microbatches
 
-    frugal = ("precision.masters=split", "recompute.head_tokens=2048")
-    engine = lone_engine(shape.config(num_layers, *frugal, *settings))
+    engine = lone_engine(shape.config(num_layers, "precision.masters=split", *settings))
     batches = microbatches(engine)
     # As in training: labels are posted a step ahead, and the numbers of a step are read after the next one is posted.
     labels, losses, unread = [engine.post_labels(count_labels(batches))], [None], [None]

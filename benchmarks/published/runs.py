@@ -361,7 +361,7 @@ def _sections(
         "train": {"steps": 1, "global_batch_size": numbers["global_batch"], "micro_batch_size": micro},
         "parallel": {"tp": tp, "pp": numbers["pp"], "vpp": vpp, "cp": numbers.get("cp", 1), "dp": dp}
         | {"sequence_parallel": cuts and tp > 1},
-        "recompute": {"granularity": granularity},
+        "recompute": {"granularity": granularity, "head_tokens": None},
         # fp16 multiplies and moves as many bytes as bf16; fp8 is a property of the software.
         "precision": {"dtype": "bf16", "gradients": "bf16" if how.gradient_bytes == 2 else "full"},
         "kernels": {"attention": "auto" if how.attention else "explicit"},

@@ -206,7 +206,11 @@ def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenL
         return chosen
     trial = with_value(with_value(chosen.config, "train.micro_batch_size", size), "recompute", RecomputeConfig())
     larger = _fit(_Least.of(trial, machine), machine, chosen.usable_bytes)
-    if larger is None or larger.recompute != chosen.recompute:
+    # More tokens may cut the head, which recomputes nothing.
+    if (
+        larger is None
+        or larger.recompute.model_copy(update={"head_tokens": chosen.recompute.head_tokens}) != chosen.recompute
+    ):
         return chosen
     return _with_larger_microbatches(larger, machine)
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from triaxis.engine.config.quantities.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
 from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.plan import data_parallel_size, stages_of
 from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.tree import Config
@@ -195,7 +196,7 @@ RELATIONS: Mapping[str, Callable[[Config], object]] = MappingProxyType(
         "how attention reaches other parts": lambda c: method_of(c) if c.parallel.cp > 1 else "",
         "pieces of gathered heads": _pieces_of_heads,
         "pieces of a microbatch at the head": lambda c: head_pieces(
-            c.train.micro_batch_size * c.model.seq_length, c.recompute.head_tokens
+            c.train.micro_batch_size * c.model.seq_length, head_tokens(c)
         ),
         "order of stages by layers": _order_of_stages,
         "stages without layers": lambda c: [not count for count in layer_counts(c)],

@@ -12,6 +12,7 @@ from typing import Any
 
 from triaxis.engine.config.quantities.context_parallel import gathers_keys, heads_of_pieces, method_of
 from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.plan import data_parallel_size
 from triaxis.engine.config.schema.fp8 import BLOCKS
 from triaxis.engine.config.schema.model import ModelConfig
@@ -62,8 +63,8 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
     seq_length = _seq_length(config)
     batch = _batch(config, data_parallel_size(config.parallel, None) or 1)
     recompute: dict[str, Any] = {"num_layers": per_group}
-    if config.recompute.head_tokens is not None:
-        wanted = head_pieces(config.train.micro_batch_size * config.model.seq_length, config.recompute.head_tokens)
+    if (at_a_time := head_tokens(config)) is not None:
+        wanted = head_pieces(config.train.micro_batch_size * config.model.seq_length, at_a_time)
         tokens = batch["micro_batch_size"] * seq_length
         recompute["head_tokens"] = next(n for n in range(tokens, 0, -1) if head_pieces(tokens, n) == wanted)
     changes: dict[str, dict[str, Any]] = {

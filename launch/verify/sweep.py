@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.rules.layout import schedule_problems
 from triaxis.engine.config.tree import Config
@@ -135,7 +136,7 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
     if not vanished:
         if num_axes > 1:
             changes[ALONE] = {"parallel": ONE_PROCESS, "schedule": {"name": "auto"}}
-        if config.recompute.is_any:
+        if config.recompute.is_any or head_tokens(config) is not None:
             changes["recompute.granularity=none"] = {
                 "recompute": {"granularity": "none", "method": "uniform", "num_layers": 1, "modules": None}
                 | {"head_tokens": None}

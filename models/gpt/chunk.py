@@ -23,6 +23,7 @@ from triaxis.engine.activations.saved_tensors import SavedTensors, TensorObserve
 from triaxis.engine.activations.saving_hooks import SavingHooks
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.quantities.fp8_layers import fp8_layers
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.method import mixing_of
 from triaxis.engine.data.loader import MicroBatch
@@ -240,8 +241,8 @@ def build_chunks(
     forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
     experts = ExpertRegion.of(config, topology, kernels, on_saved)
     place = topology.sizes.expert_place(topology.rank)
-    output_grad = None
-    if choice.head_tokens is not None:
+    output_grad, at_a_time = None, head_tokens(config)
+    if at_a_time is not None:
         output_grad = torch.zeros(1 + config.model.num_mtp_layers, dtype=torch.float64, device=topology.device)
     chunks = []
     for stage in stages:
@@ -262,6 +263,7 @@ def build_chunks(
             saved=saved,
             forms=forms,
             form=IN_RUN_DTYPE if kernels.te is None else TeForm(kernels.te),
+            head_tokens=at_a_time,
             output_grad=output_grad,
         )
         chunks.append(GPTChunk(context, stage))

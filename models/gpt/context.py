@@ -50,6 +50,7 @@ class BuildContext:
         saved: policy for tensors that are saved for the backward; the rank's chunks share one.
         forms: layer number -> way to compute that layer's linear products, such as in FP8; other layers keep `form`.
         form: way to compute the products of linear layers that this context builds; `of_layer` replaces it from `forms`.
+        head_tokens: tokens of a piece of the head; None: the head computes all logits at once.
         output_grad: gradient of each of the last stage's outputs, float64 [1 + D] on the device, which a step writes before its
             first forward; None: no forward reads it.
         taken: names of the parameters that modules have asked for.
@@ -70,6 +71,7 @@ class BuildContext:
     saved: SavedTensors
     forms: Mapping[int, LinearForm] = field(default_factory=dict)
     form: LinearForm = IN_RUN_DTYPE
+    head_tokens: int | None = None
     output_grad: torch.Tensor | None = None
     taken: set[str] = field(default_factory=set)
 

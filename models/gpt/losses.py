@@ -52,8 +52,7 @@ class TokenLosses(nn.Module):
         """
         context, targets = self.context, labels.t()
         vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
-        at_a_time = context.recompute.head_tokens
-        if at_a_time is not None:
+        if context.head_tokens is not None:
             assert grads is not None, "a head in pieces computes its gradient in the forward"
-            return chunked_head_losses(x, targets, grads, head, vocab_size, at_a_time, fusion, self.options)
+            return chunked_head_losses(x, targets, grads, head, vocab_size, context.head_tokens, fusion, self.options)
         return vocab_parallel_cross_entropy(head(x), targets, context.region.axis, vocab_size, fusion, self.options)

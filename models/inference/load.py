@@ -16,6 +16,7 @@ from triaxis.engine.checkpoint.format.store import Shard, load
 from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights, kind_to_read
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.plan import stages_of
 from triaxis.engine.config.schema.recompute import OffloadConfig, RecomputeConfig
 from triaxis.engine.config.tree import Config
@@ -83,7 +84,7 @@ def for_reading(config: Config) -> Config:
     return config.model_copy(
         update={
             "recompute": RecomputeConfig(
-                head_tokens=config.recompute.head_tokens, gathered_inputs="regather", gathered_kv="regather"
+                head_tokens=head_tokens(config), gathered_inputs="regather", gathered_kv="regather"
             ),
             "offload": OffloadConfig(),
             "precision": config.precision.model_copy(update={"fp8": None}),

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from triaxis.engine.config.quantities.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.layer_products import Product, layer_products
 from triaxis.engine.config.schema.layer_kinds import LayerKind, Rotary
 from triaxis.engine.config.tree import Config
@@ -88,7 +89,7 @@ def head_terms(config: Config, sizes: ParallelSizes, at: Sizes) -> list[Term]:
     """List the tensors that a final norm, the head and the losses keep."""
     columns = Fraction(config.model.padded_vocab_size, sizes.tp)
     norm, mask = norm_terms(config, at, "final_norm"), Term("losses", LOSS_MASK, Fraction(0), Fraction(1))
-    if config.recompute.head_tokens is not None:
+    if head_tokens(config) is not None:
         return [*norm, Term("head", "gradient of the input", Fraction(0), at.w * at.h * at.shard), mask]
     return [
         *norm,
@@ -417,10 +418,10 @@ def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: 
 
 def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents) -> int:
     """Count the bytes of a piece's logits, which exist while a head in pieces runs; 0 unless `recompute.head_tokens` is set."""
-    head_tokens = config.recompute.head_tokens
-    if head_tokens is None or not stage.has_head:
+    at_a_time = head_tokens(config)
+    if at_a_time is None or not stage.has_head:
         return 0
-    tokens = min(head_tokens, tokens_of_microbatch(config))
+    tokens = min(at_a_time, tokens_of_microbatch(config))
     return tokens * BYTES_PER_ELEMENT[config.precision.dtype] * config.model.padded_vocab_size // sizes.tp
 
 

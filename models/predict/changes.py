@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
+from triaxis.engine.config.quantities.head_pieces import HEAD_TOKENS, head_tokens
 from triaxis.engine.config.quantities.plan import parallel_sizes, stages_of
 from triaxis.engine.config.quantities.run_phases import at_phase
 from triaxis.engine.config.rules.check import RULES, broken_keys
@@ -24,10 +25,6 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.axis_sizes import in_all_sizes
 from triaxis.models.predict.rank_memory import GATHERED, Prediction, can_keep, predict, resolve_recompute
 from triaxis.models.predict.recompute_choice import ATTENTION, MLP, choice_for_layers, worthwhile_parts
-
-HEAD_TOKENS = 2048
-"""Tokens whose logits are worth having at a time. A piece's GEMM reads and writes the fp32 gradient of the weight. By an H100's
-data sheet, that takes half as long as its products, beside which it runs."""
 
 MOST_OF_A_KIND = 2
 """At most this many changes within the layout that fit are proposed, and at most this many other layouts."""
@@ -54,7 +51,7 @@ class Proposal:
 def _override(key: str, value: object) -> str:
     if isinstance(value, RecomputeConfig):
         modules = "null" if value.modules is None else f"[{', '.join(value.modules)}]"
-        head = "" if value.head_tokens is None else f", head_tokens: {value.head_tokens}"
+        head = "" if value.head_tokens == "auto" else f", head_tokens: {value.head_tokens or 'null'}"
         gathered = "".join(f", {name}: {getattr(value, name)}" for name in GATHERED if getattr(value, name) != "auto")
         return f"'{key}={{granularity: {value.granularity}, modules: {modules}{head}{gathered}}}'"
     return f"{key}={str(value).lower()}"
@@ -165,7 +162,7 @@ def single_changes(config: Config, sizes: ParallelSizes) -> Iterator[tuple[str, 
         if can_keep(resolved, name) and getattr(resolved.recompute, name) == "keep":
             yield f"recompute.{name}", "regather"
     yield "precision.masters", "split"
-    if recompute.head_tokens is None:
+    if head_tokens(config) is None:
         yield "recompute.head_tokens", HEAD_TOKENS
     if recompute.granularity in ("none", "selective"):
         parts = worthwhile_parts(config, sizes)

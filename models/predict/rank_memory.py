@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from triaxis.engine.config.quantities.context_parallel import gathers_keys
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.plan import batch_plan, local_seq_length
 from triaxis.engine.config.schema.layout import ScheduleConfig
 from triaxis.engine.config.tree import Config
@@ -128,7 +129,8 @@ def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
     """Return the configuration with each `auto` in its `recompute` section replaced by a choice, equal on all ranks.
 
     An `auto` granularity becomes the first of `recompute_choice.candidates` with which every rank's prediction fits `memory_gb`.
-    Communicators are not counted, so that the choice does not depend on the device. Then gathered keys and values are kept if
+    Communicators are not counted, so that the choice does not depend on the device. The head is cut by its tokens alone
+    (`engine/config/quantities/head_pieces.py`). Then gathered keys and values are kept if
     every rank still fits, and after them gathered inputs. Otherwise, and without `memory_gb`, they are gathered again.
 
     Raises:
@@ -138,8 +140,8 @@ def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
     if asked.is_resolved:
         return config
     open_choices = [name for name in GATHERED if getattr(asked, name) == "auto"]
-    again = dict.fromkeys(open_choices, "regather")
-    config = config.model_copy(update={"recompute": asked.model_copy(update={**again, "memory_gb": None})})
+    closed = {"head_tokens": head_tokens(config), "memory_gb": None, **dict.fromkeys(open_choices, "regather")}
+    config = config.model_copy(update={"recompute": asked.model_copy(update=closed)})
     budget_gb = asked.memory_gb
     if budget_gb is None:
         assert asked.granularity != "auto", "a rule asks for it"

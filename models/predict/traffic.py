@@ -44,6 +44,7 @@ from triaxis.engine.comm.ledger import (
 )
 from triaxis.engine.config.quantities.expert_rows import dispatch_of
 from triaxis.engine.config.quantities.fp8_layers import fp8_layers
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.layer_products import layer_products
 from triaxis.engine.config.quantities.plan import batch_plan, local_seq_length, part_length
 from triaxis.engine.config.quantities.state_plan import ITEMSIZE, layout_of, main_grad_dtype
@@ -177,7 +178,7 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
     embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
     is_cut, whole = config.parallel.sequence_parallel, _activation_bytes(config, part_length(config))
     # A head in pieces is done with its input in the forward.
-    at_a_time, regathers = config.recompute.head_tokens, config.recompute.gathered_inputs != "keep"
+    at_a_time, regathers = head_tokens(config), config.recompute.gathered_inputs != "keep"
     gathers = is_cut * m * (embeddings + (1 + (regathers and at_a_time is None)) * heads)
     tally.add("tp", "activations", "all_gather", t, whole // t, gathers)
     tally.add("tp", "activations", "reduce_scatter" if is_cut else "all_reduce", t, whole, m * (embeddings + heads))

@@ -70,7 +70,7 @@ class Case:
     device: str = "cpu"
     attention: str | None = None
     """A kernel; None: the one that the model needs, else `auto`."""
-    head_tokens: int | None = None
+    head_tokens: int | str | None = "auto"
     """Tokens whose logits exist at a time."""
     gathered_inputs: str = "auto"
     narrow: bool = False

@@ -84,6 +84,8 @@ COVERING = [
         global_batch_size=5,
     ),
     Case("llama", head_tokens=5, **SMALL),
+    # 4,608 tokens: three pieces.
+    Case("mqa_rope_bias", tp=2, sequence_parallel=True, micro_batch_size=576, num_layers=1, global_batch_size=1152),
     Case("gpt", tp=2, dp=2, micro_batch_size=2, head_tokens=7, num_layers=2),
     Case("mqa_rope_bias", tp=2, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
     Case("qwen", tp=2, sequence_parallel=True, gathered_inputs="keep", **SMALL),

@@ -2,6 +2,7 @@
 
 from triaxis.engine.config.quantities.context_parallel import decides_what_is_gathered
 from triaxis.engine.config.quantities.expert_rows import dispatch_of
+from triaxis.engine.config.quantities.head_pieces import may_cut_head
 from triaxis.engine.config.rules.rows import Need
 from triaxis.engine.config.schema.fp8 import BLOCKS
 from triaxis.engine.config.schema.training import DECAYS
@@ -121,7 +122,7 @@ NEEDS = (
     ),
     Need(
         "recompute.head_tokens",
-        is_met=lambda c: c.parallel.zero < 2 or (c.schedule.name != "gpipe" and c.schedule.file is None),
+        is_met=lambda c: c.recompute.head_tokens is None or may_cut_head(c),
         rule="computes the head's gradient in the forward, and parallel.zero = {c.parallel.zero} reduces a microbatch's gradients "
         "before the next one's: a schedule whose last stage makes another forward before a backward would mix them",
         others={"parallel.zero": [1], "schedule.name": ["1f1b"]},

@@ -1,6 +1,6 @@
 """The `recompute` and `offload` sections: what is kept for the backward, and where."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -36,21 +36,20 @@ class RecomputeConfig(Section):
     memory_gb: float | None = Field(
         None, gt=0, description="auto: predicted memory that a rank may use, without communicators, in 10^9 bytes"
     )
-    head_tokens: Count | None = Field(
-        None,
-        gt=0,
-        description="tokens of the output head at a time, with gradients; null: all at once, their logits kept",
+    head_tokens: Annotated[Count, Field(gt=0)] | Literal["auto"] | None = Field(
+        "auto",
+        description="tokens of the head at a time, with gradients; null: all; auto: a quarter, from 2048",
     )
 
     @property
     def is_resolved(self) -> bool:
         """Whether every `auto` has been resolved (`triaxis.models.predict.rank_memory.resolve_recompute`)."""
-        return "auto" not in (self.granularity, self.gathered_inputs, self.gathered_kv)
+        return "auto" not in (self.granularity, self.gathered_inputs, self.gathered_kv, self.head_tokens)
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is recomputed, or the head is in pieces: the layout's name then has it."""
-        return self.granularity != "none" or self.head_tokens is not None
+        """Whether anything is recomputed."""
+        return self.granularity != "none"
 
     @property
     def takes_modules(self) -> bool:
@@ -80,8 +79,6 @@ class RecomputeConfig(Section):
             words.append(f"{self.method} num_layers={self.num_layers}")
         if self.parts:
             words.append(f"modules=[{', '.join(sorted(self.parts))}]")
-        if self.head_tokens is not None:
-            words.append(f"head_tokens={self.head_tokens}")
         return " ".join(words) or "none"
 
 

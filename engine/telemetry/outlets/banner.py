@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triaxis.engine.config.quantities.context_parallel import gathers_keys, method_line
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.plan import BatchPlan
 from triaxis.engine.config.schema.recompute import RecomputeConfig
 from triaxis.engine.config.tree import Config
@@ -176,6 +177,8 @@ def _activations(start: Start) -> Iterator[tuple[str, str]]:
     if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
         yield "recompute", f"{start.recompute}{why}"
+    if (at_a_time := head_tokens(start.config)) is not None:
+        yield "head", f"logits of {at_a_time:,} tokens at a time"
     if start.config.parallel.cuts_sequence and start.recompute.gathered_inputs == "keep":
         why = "" if asked.gathered_inputs == "keep" else f" (they fit {asked.memory_gb:g} GB)"
         yield "gathered", f"inputs of column-parallel layers are kept for the backward{why}"

@@ -8,6 +8,7 @@ The head's weight gradient is never deferred, so it belongs to I. Norms, the emb
 counts all earlier tokens of a sample, also those of other documents.
 """
 
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.quantities.plan import stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -38,7 +39,7 @@ def flops_costs(config: Config, sizes: ParallelSizes) -> Costs:
         own = [layers[number] for number in stage.layers]
         head = head_flops(model) * (stage.has_head + stage.num_mtp)
         # The head computes its weight gradient at once, together with its input gradient: in pieces, in the forward.
-        of_head, of_head_back = (head, 2 * head) if recompute.head_tokens is None else (3 * head, 0)
+        of_head, of_head_back = (head, 2 * head) if head_tokens(config) is None else (3 * head, 0)
         forward.append((sum(layer.gemms + layer.attention for layer in own) + of_head) / unit)
         of_layers = sum(layer.gemms + 2 * layer.attention + layer.again for layer in own)
         input_grad.append((of_layers + of_head_back) / unit)

@@ -7,7 +7,9 @@ exposed    seconds that a collective lasts longer than the products that run at 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 
+from triaxis.engine.config.quantities.head_pieces import head_tokens
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.device import Device
@@ -32,6 +34,9 @@ BLOCK_KERNELS = (6, 15)
 
 END_CALLS = 27
 """Calls of the embedding or the head in a microbatch, half of what both have there."""
+
+PIECE_CALLS = 17
+"""Calls of each further piece of the head."""
 
 BACKWARD_FORWARDS = 2.5
 """A fused attention's backward FLOPs over its forward FLOPs: five products for two (2205.14135, algorithm 4)."""
@@ -211,23 +216,28 @@ class LayerTimer:
 
     def head(self, gemm: Gemm) -> Seconds:
         """Time the final norm, output head and loss."""
-        w = element_bytes(self.config)
+        w, at_a_time = element_bytes(self.config), head_tokens(self.config)
+        pieces = 1 if at_a_time is None else ceil(gemm.m / at_a_time)
         dtype = self.config.precision.dtype
         time = self.device.gemm_seconds
         forward, input_grad = time(gemm.m, gemm.n, gemm.k, dtype), time(gemm.m, gemm.k, gemm.n, dtype)
-        weight_grad = time(gemm.k, gemm.n, gemm.m, dtype) + self.added(gemm.n * gemm.k)
+        # Each piece adds its weight gradient to the step's sum.
+        weight_grad = time(gemm.k, gemm.n, gemm.m, dtype) + pieces * self.added(gemm.n * gemm.k)
         logits = gemm.m * gemm.n
         # Fused: two reads forward, a read and a write backward. Otherwise float copies: cast, shift, exp, divide, cast back.
         loss, loss_back = (2 * w, 2 * w) if self.implementation.fused_loss else (w + 32, 8 + w)
         sent = self._ends_wire()
         seconds = Seconds(
-            {"compute": forward + self.stream(loss * logits) + self.launches(6), "tp": self._scattered(sent)},
-            {"compute": input_grad + self.stream(loss_back * logits) + self.launches(4), "tp": self._tp_seconds(sent)},
-            {"compute": weight_grad + self.launches(1)},
-            END_CALLS,
+            {"compute": forward + self.stream(loss * logits) + self.launches(6 * pieces), "tp": self._scattered(sent)},
+            {
+                "compute": input_grad + self.stream(loss_back * logits) + self.launches(4 * pieces),
+                "tp": self._tp_seconds(sent),
+            },
+            {"compute": weight_grad + self.launches(pieces)},
+            END_CALLS + (pieces - 1) * PIECE_CALLS,
         )
         # In pieces, the forward computes the gradients too.
-        return seconds if self.config.recompute.head_tokens is None else Seconds(total(seconds.passes), calls=END_CALLS)
+        return seconds if at_a_time is None else Seconds(total(seconds.passes), calls=seconds.calls)
 
     def _gemm(self, m: float, n: float, k: float) -> float:
         return self.device.gemm_seconds(m, n, k, self._dtype)

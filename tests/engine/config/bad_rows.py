@@ -105,7 +105,7 @@ BAD_ROWS: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "parts of a head that is not there": (
         [f"model.extension={PARTS}", "recompute.head_tokens=64"],
         {},
-        ["recompute.head_tokens = 64", "the engine's own loss", "head_tokens = null"],
+        ["recompute.head_tokens = 64", "the engine's own loss", "head_tokens = auto"],
     ),
     "a head's gradients of several microbatches at once": (
         ["schedule.name=gpipe", "parallel.dp=2", "parallel.zero=2", "recompute.head_tokens=64"],

@@ -1,6 +1,7 @@
 """Counts in a configuration: what people write for large whole numbers is read exactly, and what is no count is refused."""
 
 import string
+from collections.abc import Iterable
 from typing import get_args
 
 import pytest
@@ -89,13 +90,20 @@ def test_files_and_the_environment_are_read_alike(tmp_path) -> None:
     assert (config.train.tokens, config.train.global_batch_size, config.checkpoint.interval) == (20 * 10**6, 2000, 1000)
 
 
+def is_count(parts: Iterable[object]) -> bool:
+    """Whether one of these parts of a field's annotation reads counts."""
+    return get_args(Count)[1] in parts
+
+
 def counts(section: type[Section], prefix: str = ""):
     """Dotted names of the fields that are counts, one number each."""
     for name, about in section.model_fields.items():
         inner = section.section_type(name)
         if inner is not None:
             yield from counts(inner, f"{prefix}{name}.")
-        elif Count in (about.annotation, *get_args(about.annotation)) or get_args(Count)[1] in about.metadata:
+        elif is_count(about.metadata) or any(
+            is_count(get_args(kind)) for kind in (about.annotation, *get_args(about.annotation))
+        ):
             yield f"{prefix}{name}"
 
 

@@ -73,7 +73,7 @@ def test_savings_that_would_not_fit_a_device_are_left_out() -> None:
 
 
 def test_a_head_in_pieces_is_offered_where_the_head_is_and_stays_what_it_was() -> None:
-    config = deeper(config_of(LLAMA, tp=2), model={"seq_length": 8192})
+    config = deeper(config_of(LLAMA, tp=2), model={"seq_length": 8192}, recompute={"head_tokens": None})
     assert [first_key(saving) for saving in savings(config, 0)].count("recompute.head_tokens") == 0
     (offered,) = [saving for saving in savings(config, 1) if first_key(saving) == "recompute.head_tokens"]
     assert str(offered) == "recompute.head_tokens=2048"

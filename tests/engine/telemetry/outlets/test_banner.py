@@ -108,14 +108,11 @@ def test_the_banner_of_a_later_attempt_says_what_has_changed(
     assert "layout" not in show(config, later[2]).getvalue(), "compared with the last that can be read"
 
 
-@pytest.mark.parametrize(
-    ("granularity", "shown"), [("none", "head_tokens=8"), ("selective", "selective modules=[attention] head_tokens=8")]
-)
-def test_the_banner_names_a_head_in_pieces(
-    make_config: Callable[..., Config], run: RunDirectory, granularity: str, shown: str
-) -> None:
-    said = start_rows(make_config(recompute={"granularity": granularity, "head_tokens": 8}), run)
-    assert said["recompute"] == shown and said["FLOPs"].endswith(f"recompute: {shown}")
+def test_the_banner_names_a_head_in_pieces(make_config: Callable[..., Config], run: RunDirectory) -> None:
+    said = start_rows(make_config(recompute={"granularity": "selective", "head_tokens": 8}), run)
+    assert said["head"] == "logits of 8 tokens at a time"
+    assert said["recompute"] == "selective modules=[attention]" and said["FLOPs"].endswith("[attention]")
+    assert "head" not in start_rows(make_config(recompute={"head_tokens": None}), run)
 
 
 def test_the_banner_describes_documents(make_config: Callable[..., Config], run: RunDirectory) -> None:
