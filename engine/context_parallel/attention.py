@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -130,6 +130,8 @@ class GatheredKeys(Mixer):
 
     MLA and the `explicit` kernel use `GatheredRows` instead.
     """
+
+    copies_rows: ClassVar[bool] = True
 
     region: ContextParallelRegion
 

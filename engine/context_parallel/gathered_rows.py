@@ -8,6 +8,7 @@ The rows are MLA latents, or keys and values for the `explicit` kernel. Gathered
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,8 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 @dataclass(kw_only=True, eq=False)
 class GatheredRows(Mixer):
     """Mixer that gathers k and v, or MLA latents, in one collective before attention."""
+
+    copies_rows: ClassVar[bool] = True
 
     region: ContextParallelRegion
 

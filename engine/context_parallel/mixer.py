@@ -10,6 +10,7 @@ Cached           the rank generates text token by token (`models/inference/kv_ca
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -42,7 +43,10 @@ class Mixer:
         dropout: drop probability for attention probabilities.
         sinks: attention-sink logits [n] for this rank's query heads, or None.
         made: function (*rows) -> keys and values. The rows are per-token inputs: keys and values themselves, or MLA latents.
+        copies_rows: whether the backward needs copies of the rows, not the rows.
     """
+
+    copies_rows: ClassVar[bool] = False
 
     name: str
     kernels: Kernels

@@ -47,7 +47,7 @@ class CompiledFunction:
 
     Args:
         function: a function that reads only its arguments: tensors, constants, and lists and tuples of them. It has no autograd and
-            no communication. It may write to arguments that share no memory with others.
+            no communication. It may write to arguments that share no element with others.
         lengths: lengths that one graph accepts.
     """
 
@@ -171,7 +171,11 @@ class CompiledFunction:
 
         num_open = self._num_open(tensor)
         if num_open == 0:
-            return mode.from_tensor(tensor, static_shapes=True)
+            if tensor.storage_offset() * tensor.element_size() % _ALIGNMENT:
+                return mode.from_tensor(tensor, static_shapes=True)
+            # Without its storage, which others may share: inductor would write to parts of one through a copy.
+            with mode:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         symbols = [
             mode.shape_env.create_unspecified_symint_and_symbol(
                 length, ConstantSource(f"t{place}_{dim}"), DimDynamic.DYNAMIC

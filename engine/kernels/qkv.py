@@ -3,8 +3,8 @@
     forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; RoPE rotates q and k
     backward   rotates the gradients of q and k back, and concatenates all three gradients
 
-Compiled, the backward is one kernel. So is the forward if there are as many keys as queries; else each of the two has its own. In
-eager mode each operation is a pass over memory.
+Compiled, the backward is one kernel, and so is a forward in place. A forward with copies has one if there are as many keys as
+queries, else each of the two has its own. In eager mode each operation is a pass over memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import torch
 
 from triaxis.engine.kernels.bias_total import AddTotal, adding, total_of
 from triaxis.engine.kernels.fusion import Fusion
-from triaxis.engine.kernels.rotary import rope, rope_backward, rope_backward_
+from triaxis.engine.kernels.rotary import rope, rope_, rope_backward, rope_backward_
 
 
 class SplitQkv:
@@ -25,14 +25,19 @@ class SplitQkv:
         heads: numbers of query heads and of key/value heads on this rank.
         head_dim: head size d.
         fusion: runs the rotation and the backward, eagerly or compiled.
+        copies: whether rotated queries and keys are new tensors. If False, they overwrite the projection's output, which attention
+            keeps then as its queries, keys and values; no autograd function may have saved that output.
         add_total: function (bias gradient), called in the backward; the bias gradient is x's gradient summed over tokens. None if
             no sum is wanted.
     """
 
-    def __init__(self, heads: tuple[int, int], head_dim: int, fusion: Fusion, add_total: AddTotal = None) -> None:
+    def __init__(
+        self, heads: tuple[int, int], head_dim: int, fusion: Fusion, add_total: AddTotal = None, *, copies: bool = True
+    ) -> None:
         of_q, of_k = heads
         self.heads, self.head_dim = (of_q, of_k, of_k), head_dim
-        self.rotated = fusion(_rotated)
+        self.turn: Callable[..., Any] = fusion(_rotated) if copies else fusion(rope_)
+        self.rotated = self._copied if copies else self._in_place
         joined = _joined if fusion.is_compiled else _joined_in_place
         self.joined: Callable[..., Any] = fusion(joined)
         if add_total is not None:
@@ -52,6 +57,21 @@ class SplitQkv:
         """
         return _SplitQkv.apply(x, tables, self)
 
+    def parts(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return x's queries, keys and values, as views."""
+        return x.view(*x.shape[:2], -1, self.head_dim).split_with_sizes(self.heads, dim=2)
+
+    def _copied(self, x: torch.Tensor, tables: torch.Tensor) -> Sequence[torch.Tensor]:
+        q, k, v = self.parts(x)
+        return *self.turn(q, k, tables), v
+
+    def _in_place(self, x: torch.Tensor, tables: torch.Tensor) -> Sequence[torch.Tensor]:
+        # Queries and keys lie side by side, and turn alike.
+        of_q, of_k, _ = self.heads
+        both = x.view(*x.shape[:2], -1, self.head_dim)[:, :, : of_q + of_k, : tables.shape[-1]]
+        self.turn(*both.chunk(2, dim=-1), tables)
+        return self.parts(x)
+
 
 class _SplitQkv(torch.autograd.Function):
     """Autograd function for the split; its backward concatenates the three gradients. It saves only RoPE's tables."""
@@ -62,9 +82,7 @@ class _SplitQkv(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.split = split
         ctx.save_for_backward(*([] if tables is None else [tables]))
-        q, k, v = x.view(*x.shape[:2], -1, split.head_dim).split_with_sizes(split.heads, dim=2)
-        if tables is not None:
-            q, k = split.rotated(q, k, tables)
+        q, k, v = split.parts(x) if tables is None else split.rotated(x, tables)
         return q, k, v
 
     @staticmethod

@@ -68,6 +68,18 @@ def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     return _swap(wide).mul_(sin).addcmul_(wide, cos).to(x.dtype)
 
 
+def rope_(first: torch.Tensor, second: torch.Tensor, tables: torch.Tensor) -> None:
+    """Compute `rope` in place, where each head's rotated elements are given as halves [s, b, heads, r / 2].
+
+    Each element is read and written at its own place, so that one compiled kernel does it.
+    """
+    wide, other = accumulate(first), accumulate(second)
+    (cos, other_cos), (sin, other_sin) = (table.chunk(2, dim=-1) for table in tables.unbind())
+    turned, other_turned = (other * sin).addcmul_(wide, cos), (wide * other_sin).addcmul_(other, other_cos)
+    first.copy_(turned)
+    second.copy_(other_turned)
+
+
 def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Compute the gradient dx = dy cos + swap(dy sin), where swap exchanges a head's halves.
 

@@ -42,9 +42,11 @@ class Attention(nn.Module):
             consumer_sums_biases=True,
         )
         heads = stop - first, stop_kv - first_kv
-        split = SplitQkv(heads, model.head_size, context.kernels.fusion, self.qkv.takes_bias_total)
-        self.rotated = NormalisedAndRotated.of(context, name, split)
         self.mixer = context.mixer(name, kind)
+        # Gathered keys are copies: rotated in place, the queries alone would keep the whole product.
+        copies = self.mixer.copies_rows
+        split = SplitQkv(heads, model.head_size, context.kernels.fusion, self.qkv.takes_bias_total, copies=copies)
+        self.rotated = NormalisedAndRotated.of(context, name, split)
         self.proj = context.row(f"{name}.proj")
 
     def forward(self, x: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:

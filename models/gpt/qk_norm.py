@@ -24,19 +24,18 @@ class NormalisedAndRotated(nn.Module):
         self.context, self.split = context, split
         model = context.model
         self.kernel = NormKernel(model.norm_kind.of_heads, model.norm_eps, context.kernels.fusion)
-        self.q_norm = context.optional_parameter(f"{name}.q_norm.weight")
-        self.k_norm = context.optional_parameter(f"{name}.k_norm.weight")
+        self.q_norm = context.parameter(f"{name}.q_norm.weight")
+        self.k_norm = context.parameter(f"{name}.k_norm.weight")
 
     @classmethod
     def of(cls, context: BuildContext, name: str, split: Split) -> Split:
-        """Build this module if the model has QK-norm or recomputes RoPE. Otherwise return `split`, which can rotate."""
-        is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
-        return split if is_rotation else cls(context, name, split)
+        """Build this module if the model has QK-norm. Otherwise return `split`, which can rotate."""
+        return cls(context, name, split) if context.model.qk_norm else split
 
     def forward(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split x into q [s, b, heads, d], k and v [s, b, kv_heads, d].
 
-        q and k are normalised and rotated as the model asks.
+        q and k are normalised, and rotated as the model asks.
         """
         q, k, v = self.split(x, tables=None)
         over_all = self.context.model.qk_norm == "all_heads"
@@ -44,7 +43,7 @@ class NormalisedAndRotated(nn.Module):
         return q, k, v
 
     def _each(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise each head by itself if the model has QK-norm, and rotate q and k."""
+        """Normalise each head by itself, and rotate q and k."""
         again = self.context.saved.recomputed
         q = again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope))(q)
         return q, again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope))(k)
@@ -64,15 +63,11 @@ class NormalisedAndRotated(nn.Module):
             x = normalised(x, mine, norm.tracked(), count, model.norm_eps, offset, fusion)
             return x if rope is None else apply_rope(x, rope, fusion)
 
-        assert self.q_norm is not None and self.k_norm is not None
         again = context.saved.recomputed
         q = again("rope", partial(made, 0, self.q_norm, model.num_attention_heads))(q, sums)
         return q, again("rope", partial(made, 1, self.k_norm, model.kv_heads))(k, sums)
 
-    def _normalise_and_rotate(
-        self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Normalise and rotate queries or keys [s, b, heads, d], where the model does so."""
-        if norm is not None:
-            x = self.kernel(x, norm.tracked())
+    def _normalise_and_rotate(self, x: torch.Tensor, norm: ShardedParameter, rope: torch.Tensor | None) -> torch.Tensor:
+        """Normalise queries or keys [s, b, heads, d], and rotate them where the model does so."""
+        x = self.kernel(x, norm.tracked())
         return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)

@@ -19,8 +19,10 @@ def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, 
     model, nothing = config.model, Fraction(0)
     is_fused = config.kernels.attention != "explicit"
     q, k = at.w * at.q, at.w * at.kv
-    # Rotation and QK-norm make new q and k, but v keeps the old ones alive: all three are parts of one product.
-    is_new = kind.rotary is not None or model.qk_norm
+    # QK-norm makes new q and k, but v keeps the old ones alive: all three are parts of one product. A rotation without QK-norm is
+    # in place, unless the backward needs gathered copies of k and v.
+    is_gathered = gathers_keys(config)
+    is_new = bool(model.qk_norm) or (kind.rotary is not None and is_gathered)
     if is_exchanged:
         # The received tensors share one storage. QK-norm still needs the product; explicit attention copies, as below.
         terms = [Term("attention", "q, k and v", nothing, q + 2 * k if model.qk_norm else nothing)]
@@ -31,11 +33,11 @@ def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, 
             terms += [Term("attention", f"exchanged {name}", paper, ours) for name, paper, ours in copies]
     elif is_as_made:
         # Gathered k and v are copies, from all ranks or this one. The product then stays alive only if q needs it.
-        is_gathered = gathers_keys(config)
-        is_held = not is_gathered or not is_new or bool(model.qk_norm) or "rope" in config.recompute.parts
+        is_held = not is_gathered or not is_new or bool(model.qk_norm)
         terms = [Term("attention", "q, k and v", q + 2 * k, q + 2 * k if is_held else nothing)]
         for name, num_bytes in (("new q", q), ("new k", nothing if is_gathered else k)):
-            terms.append(Term("attention", name, nothing, num_bytes if is_new else nothing, "rope"))
+            part = "rope" if model.qk_norm else ""
+            terms.append(Term("attention", name, nothing, num_bytes if is_new else nothing, part))
         copied = at.c if not is_fused or config.recompute.gathered_kv == "keep" else 1
         terms.append(Term("attention", "copied k and v", nothing, 2 * k * copied if is_gathered else nothing))
     else:

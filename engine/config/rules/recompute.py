@@ -45,9 +45,9 @@ class Part(Row):
 RECOMPUTED_PARTS = (
     Part(
         part="rope",
-        is_met=lambda c: c.model.qk_norm or any(kind.rotary for kind in c.model.kinds),
-        rule="has rope, but with model.position = {c.model.position} and without qk_norm queries and keys are used as they are "
-        "projected: there is nothing to recompute",
+        is_met=lambda c: c.model.qk_norm or (c.model.mla is not None and any(kind.rotary for kind in c.model.kinds)),
+        rule="has rope, but without qk_norm queries and keys are used as they are projected, or rotate in their place: there is "
+        "nothing to recompute",
     ),
     Part(
         part="rope",

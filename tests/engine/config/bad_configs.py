@@ -400,7 +400,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["recompute.modules = [norm, rope]", "nothing to recompute", "modules = [norm]"],
     ),
     "copies of what was rotated": (
-        ["kernels.attention=explicit", "recompute={granularity: selective, modules: [rope]}"],
+        ["model.qk_norm=true", "kernels.attention=explicit", "recompute={granularity: selective, modules: [rope]}"],
         {},
         ["recompute.modules = [rope]", "keeps copies", "attention = sdpa", "modules = [rope, attention]"],
     ),

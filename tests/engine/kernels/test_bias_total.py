@@ -45,9 +45,16 @@ def gated(pointwise: Callable[[torch.Tensor], torch.Tensor]) -> Plain:
     return function
 
 
-def split(num_rotated: int) -> Ours:
+def split(num_rotated: int, *, copies: bool = True) -> Ours:
     def function(x: torch.Tensor, fusion: Fusion, add_total: AddTotal) -> Outputs:
-        return SplitQkv(HEADS, HEAD, fusion, add_total)(x, tables(num_rotated, x.dtype) if num_rotated else None)
+        # In place, it writes to a product that is nobody else's.
+        product = x * 1
+        found = SplitQkv(HEADS, HEAD, fusion, add_total, copies=copies)(
+            product, tables(num_rotated, x.dtype) if num_rotated else None
+        )
+        is_in_place = found[0].untyped_storage().data_ptr() == product.untyped_storage().data_ptr()
+        assert is_in_place == (not copies or not num_rotated)
+        return found
 
     return function
 
@@ -72,6 +79,8 @@ CASES: dict[str, tuple[Ours, Plain]] = {
     "q, k and v": (split(0), plain_split(0)),
     "q, k and v, rotated": (split(HEAD), plain_split(HEAD)),
     "q, k and v, rotated in part": (split(4), plain_split(4)),
+    "q, k and v, rotated in place": (split(HEAD, copies=False), plain_split(HEAD)),
+    "q, k and v, rotated in part in place": (split(4, copies=False), plain_split(4)),
 }
 COMPILED_IN_CI: tuple[str, ...] = ()
 

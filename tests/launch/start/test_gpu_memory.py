@@ -63,7 +63,7 @@ def test_the_launcher_refuses_what_does_not_fit(
     nvidia_smi("echo 40960")
     monkeypatch.setattr(launcher, "find_gpus", lambda variables: Gpus(64))
     words = (*SYNTHETIC, *REPLICAS, "optimizer.min_lr=3")
-    with pytest.raises(ConfigError, match=r"memory = 46\.4 GB predicted .* 42\.9 GB of a GPU") as error:
+    with pytest.raises(ConfigError, match=r"memory = 45\.0 GB predicted .* 42\.9 GB of a GPU") as error:
         launcher.make_plan(launcher.Request(LLAMA, words, trains=True), {})
     assert len(error.value.problems) == 2, "with the learning rate"
     with pytest.raises(ConfigError, match=r"memory = "):
@@ -78,12 +78,12 @@ def test_the_plan_has_the_prediction_where_the_worker_trains(
     warned = launcher.make_plan(
         launcher.Request(LLAMA, (*SYNTHETIC, *REPLICAS, "runtime.memory=warn"), trains=True), {}
     )
-    assert warned.memory.startswith("46.4 GB predicted") and warned.memory.endswith("of 42.9 GB: it does not fit")
+    assert warned.memory.startswith("45.0 GB predicted") and warned.memory.endswith("of 42.9 GB: it does not fit")
     assert launcher.make_plan(launcher.Request(LLAMA, (*SYNTHETIC, *REPLICAS)), {}).memory == "", (
         "generation holds no such state"
     )
     on_cpu = launcher.make_plan(launcher.Request(LLAMA, (*SYNTHETIC, *REPLICAS, "runtime.device=cpu"), trains=True), {})
-    assert on_cpu.memory.startswith("45.5 GB predicted") and "communicators" not in on_cpu.memory
+    assert on_cpu.memory.startswith("44.2 GB predicted") and "communicators" not in on_cpu.memory
     assert not on_cpu.memory.endswith("GB"), "there is no verdict"
 
 
@@ -99,7 +99,7 @@ def test_a_batch_job_is_refused_before_its_tasks(
         scontrol.exists()
         and slurm_job.main(["script", str(LLAMA), *SYNTHETIC, *REPLICAS, "runtime.ranks_per_node=64"]) == 2
     )
-    assert "memory = 46.4 GB predicted" in capsys.readouterr().err
+    assert "memory = 45.0 GB predicted" in capsys.readouterr().err
 
 
 def test_a_task_of_srun_looks_for_itself_and_a_rank_of_torchrun_does_not(
@@ -109,7 +109,7 @@ def test_a_task_of_srun_looks_for_itself_and_a_rank_of_torchrun_does_not(
     environment = RankEnvironment(rank=3, local_rank=3, world_size=64, local_world_size=8)
     words = [str(LLAMA), *SYNTHETIC, *REPLICAS]
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with pytest.raises(ConfigError, match=r"memory = 46\.4 GB predicted"):
+    with pytest.raises(ConfigError, match=r"memory = 45\.0 GB predicted"):
         read_config(words, environment, trains=True)
     read_config(words, environment)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
