@@ -51,7 +51,9 @@ def test_the_choice_is_made_once_and_the_config_stays_as_it_was_read(
     with join(asked, ALONE) as rank:
         assert starts == [ALONE]
         assert rank.config is asked
-        assert rank.resolved.recompute == RecomputeConfig(gathered_inputs="regather", gathered_kv="regather")
+        assert rank.resolved.recompute == RecomputeConfig(
+            gathered_inputs="regather", gathered_kv="regather", head_tokens=None
+        )
         monkeypatch.setattr(rank_memory, "candidates", lambda *args: pytest.fail("it is resolved already"))
         assert rank_memory.resolve_recompute(rank.resolved, rank.topology.sizes) is rank.resolved
 

@@ -116,7 +116,7 @@ def test_an_engine_is_built_from_what_auto_came_to_and_the_run_keeps_what_was_as
     monkeypatch.setattr(pretrain_gpt, "build", build_and_note)
     runs.of(0, WORLDS[0], is_auto=True)
     assert [config.recompute for config in built] == [
-        RecomputeConfig(gathered_inputs="regather", gathered_kv="regather")
+        RecomputeConfig(gathered_inputs="regather", gathered_kv="regather", head_tokens=None)
     ]
     (asked,) = runs.folder.glob("*-True/*/config.yaml")
     assert load_config(asked).recompute == RecomputeConfig(granularity="auto", memory_gb=1)

@@ -7,7 +7,6 @@ import torch
 
 from tests.parity.cases import Case
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.values.model_choices import NORMS
 from triaxis.engine.errors import ModelError
@@ -55,9 +54,7 @@ def test_a_norm_without_one_of_its_parameters_is_an_error_and_no_other_norm(kind
     assert len(context_of(model).norm("final_norm").weights) == len(kind.parameters)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [("Attention", "proj.bias"), ("Attention", "q_norm.weight"), ("MLP", "down.bias")]
-)
+@pytest.mark.parametrize(("module", "name"), [("Attention", "proj.bias"), ("MLP", "down.bias")])
 def test_a_misspelt_optional_parameter_is_an_error_at_construction(
     module: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +63,7 @@ def test_a_misspelt_optional_parameter_is_an_error_at_construction(
     def misspelt(context: BuildContext, wanted: str) -> ShardedParameter | None:
         return asked(context, f"{wanted}s" if wanted.endswith(name) else wanted)
 
-    config = with_value(Case("gpt").config(), "model.qk_norm", True)
+    config = Case("gpt").config()
     topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
     build(resolve_recompute(config, topology.sizes), topology, build_chunks)
     monkeypatch.setattr(BuildContext, "optional_parameter", misspelt)
