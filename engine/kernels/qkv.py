@@ -25,8 +25,8 @@ class SplitQkv:
         heads: numbers of query heads and of key/value heads on this rank.
         head_dim: head size d.
         fusion: runs the rotation and the backward, eagerly or compiled.
-        copies: whether rotated queries and keys are new tensors. If False, they overwrite the projection's output, which attention
-            keeps then as its queries, keys and values; no autograd function may have saved that output.
+        copies: whether rotated queries and keys are new tensors. If False, they overwrite the projection's output, so no autograd
+            function may have saved it.
         add_total: function (bias gradient), called in the backward; the bias gradient is x's gradient summed over tokens. None if
             no sum is wanted.
     """

@@ -129,9 +129,9 @@ def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
     """Return the configuration with each `auto` in its `recompute` section replaced by a choice, equal on all ranks.
 
     An `auto` granularity becomes the first of `recompute_choice.candidates` with which every rank's prediction fits `memory_gb`.
-    Communicators are not counted, so that the choice does not depend on the device. The head is cut by its tokens alone
-    (`engine/config/quantities/head_pieces.py`). Then gathered keys and values are kept if
-    every rank still fits, and after them gathered inputs. Otherwise, and without `memory_gb`, they are gathered again.
+    Communicators are not counted, so that the choice does not depend on the device. Then gathered keys and values are kept if
+    every rank still fits, and after them gathered inputs. Otherwise, and without `memory_gb`, they are gathered again. The head is
+    cut by its tokens alone (`engine/config/quantities/head_pieces.py`).
 
     Raises:
         ConfigError: no choice fits in `memory_gb`; the message has the predictions.

@@ -122,7 +122,7 @@ NEEDS = (
     ),
     Need(
         "recompute.head_tokens",
-        is_met=lambda c: c.recompute.head_tokens is None or may_cut_head(c),
+        is_met=may_cut_head,
         rule="computes the head's gradient in the forward, and parallel.zero = {c.parallel.zero} reduces a microbatch's gradients "
         "before the next one's: a schedule whose last stage makes another forward before a backward would mix them",
         others={"parallel.zero": [1], "schedule.name": ["1f1b"]},

@@ -70,14 +70,14 @@ class Need(Row):
 
     Attributes:
         is_met: test of the condition.
-        values: values that need it; empty: all but the field's default.
+        values: values that need it; empty: all but the field's default and null, which turns it off.
     """
 
     is_met: Callable[[Any], bool]
     values: tuple[Any, ...] = ()
 
     def broken(self, config: Any, value: Any, default: Any) -> Found | None:
-        needs_it = value in self.values if self.values else value != default
+        needs_it = value in self.values if self.values else value not in (default, None)
         return ({}, {self.key: [default]}) if needs_it and not self.is_met(config) else None
 
 

@@ -6,11 +6,14 @@ import pytest
 
 from triaxis.engine.checkpoint.resume_rules import changes
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.rules.check import problems
 from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.optimizer.lr import rate_of
 from triaxis.launch.rank.agreement import _config_facts
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.run_rules import RULES_OF_A_RUN
 
 BASE = """\
@@ -128,6 +131,14 @@ def test_fields_that_only_our_loss_reads_are_refused(tmp_path: Path) -> None:
     assert load_config(path).model.own.weigh is None
     said = refused(path, "model.z_loss=0.1", "recompute.head_tokens=64")
     assert said.count("would have no effect") == 2
+    assert load_config(path, ["recompute.head_tokens=null"]).recompute.head_tokens is None
+
+
+def test_what_auto_comes_to_with_a_loss_of_ones_own_is_legal(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, "loss=Loss"))
+    sizes = parallel_sizes(config, 4)
+    resolved = resolve_recompute(config, sizes)
+    assert resolved.recompute.head_tokens is None and problems(resolved, sizes.world_size) == []
 
 
 def test_a_corpus_that_nothing_gives_is_refused(tmp_path: Path) -> None:
