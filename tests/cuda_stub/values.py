@@ -6,7 +6,8 @@ exception would be swallowed by the trial of a kernel, and another kernel would 
 
 A compiled function is one operator: its graph runs on the card, then its own Python gives the values.
 
-In an order (`executed`), the second call is a task in the operator's stream, as copies and messages are.
+In an order (`executed`), the second call is a task in the operator's stream, as copies and messages are. While the stream is
+captured, the graph gets the task, and each launch runs it again.
 """
 
 import atexit
@@ -109,18 +110,27 @@ class Operator:
 
 
 class Later:
-    """Computes values in the queues of their streams, if it is on.
+    """Computes values in the queues of their streams, if it is on: in an order, and in a captured stream.
 
     A task owns no memory of the card, so torch's allocator reuses it as on a card. Torch's allocator tells of new and freed
     memory, which is filled with NaN in its stream's turn.
     """
 
     def __init__(self) -> None:
-        self.is_on = False
+        self._has_order = False
+        self._of_graphs: set[int] = set()
         self._tasks: dict[int, Callable[[], object]] = {}
         self._numbers = itertools.count(1)
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compute)
         self._listens = False
+
+    @property
+    def is_on(self) -> bool:
+        return self._has_order or self.is_captured
+
+    @property
+    def is_captured(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def order(self, order: str) -> None:
         if order and not self._listens:
@@ -128,7 +138,7 @@ class Later:
             ctypes.CDLL(str(LIBRARIES / LISTENER)).card_watch_allocator()
             atexit.register(self.order, "")
             self._listens = True
-        self.is_on = bool(order)
+        self._has_order = bool(order)
         library().card_order(order.encode())
 
     def wait(self) -> None:
@@ -138,12 +148,14 @@ class Later:
     def post(self, compute: Callable[[], object]) -> None:
         number = next(self._numbers)
         self._tasks[number] = compute
+        if self.is_captured:
+            self._of_graphs.add(number)
         library().cudaLaunchHostFunc(ctypes.c_void_p(_stream()), self._run, ctypes.c_void_p(number))
 
     def _compute(self, number: int) -> None:
         try:
             with torch.no_grad():
-                self._tasks.pop(number)()
+                (self._tasks[number] if number in self._of_graphs else self._tasks.pop(number))()
         except BaseException as error:
             end(f"a value of an order failed: {type(error).__name__}: {error}")
 
@@ -185,7 +197,8 @@ class Values(TorchDispatchMode):
             with self:
                 return _copied(args[0], **kwargs)
         generator = _generator(flat) if operator.is_random else None
-        is_sized = is_sized_by_values(operator.name, args)
+        # A captured stream cannot be waited for: the card's own operator says so.
+        is_sized = is_sized_by_values(operator.name, args) and not LATER.is_captured
         # The CPU's own generator belongs to the program: it is borrowed at once, not later.
         borrows = operator.is_random and not any(isinstance(each, torch.Generator) for each in flat)
         is_later = LATER.is_on and not is_sized and not borrows

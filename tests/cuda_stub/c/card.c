@@ -55,7 +55,7 @@ typedef struct {
   uint64_t size;
 } Entry;
 
-static const char *KINDS[] = {"kernel", "copy", "fill", "wait", "allocation", "free", "message", "mark"};
+static const char *KINDS[] = {"kernel", "copy", "fill", "wait", "allocation", "free", "message", "mark", "graph"};
 static pthread_mutex_t LOCK = PTHREAD_MUTEX_INITIALIZER;
 static Entry *LOG;
 static size_t LENGTH;
@@ -63,7 +63,7 @@ static int ON;
 static void (*ON_WAIT)(void);
 
 void card_note_in(const void *group, Kind kind, const char *name, const void *stream, uint64_t size) {
-  if (!ON) return;
+  if (card_captured_call(stream) || !ON) return;
   pthread_mutex_lock(&LOCK);
   LOG = card_with_room(LOG, LENGTH, sizeof(Entry));
   LOG[LENGTH++] = (Entry){kind, name, stream, group, size};

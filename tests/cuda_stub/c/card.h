@@ -19,7 +19,7 @@ int card_count(void);
 size_t card_memory(void);
 
 // Device calls that are recorded between card_log_start and card_log_stop.
-typedef enum { KERNEL, COPY, FILL, WAIT, ALLOCATION, FREE, MESSAGE, MARK } Kind;
+typedef enum { KERNEL, COPY, FILL, WAIT, ALLOCATION, FREE, MESSAGE, MARK, GRAPH } Kind;
 void card_note(Kind kind, const char *name, const void *stream, uint64_t size);
 void card_note_in(const void *group, Kind kind, const char *name, const void *stream, uint64_t size);
 
@@ -39,9 +39,25 @@ void *card_with_room(void *array, size_t count, size_t bytes);
 
 // Streams. A task runs at once, unless earlier tasks of its stream wait: for messages of other ranks, or for an event.
 // Then it is queued, and a thread of the stub runs it in its turn. In an order (card_order) all tasks are queued.
-// `step` returns 1 when the task is over, 0 to be called again.
+// `step` returns 1 when the task is over, 0 to be called again; it frees the task, of so many bytes from malloc.
 typedef int (*Step)(void *task);
-void card_queue(const void *stream, Step step, void *task);
+void card_queue(const void *stream, Step step, void *task, size_t bytes);
 void card_wait_for_stream(const void *stream);
 void card_wait_for_all(void);
 int card_has_order(void);
+
+// Graphs. A task in a captured stream is kept for launches (card_captured), and a device call is only counted.
+int card_is_captured(const void *stream);
+int card_captured(const void *stream, Step step, void *task, size_t bytes);
+int card_captured_call(const void *stream);
+// Give the calls of NCCL in a task of a graph their numbers, at a launch.
+void card_number_calls(Step step, void *task);
+// What a capture does not permit: in its stream, or in a thread (memory, waits for the whole device). Returns an error
+// or 0.
+int card_refused(const void *stream);
+int card_refused_here(void);
+// Where a captured stream is when it records an event; NULL: it is not captured.
+struct Point *card_point(const void *stream);
+void card_drop(struct Point *point);
+// Let a stream wait for a point, or for an event that is not captured (NULL). Returns an error or 0.
+int card_follow(const void *stream, const struct Point *point);

@@ -30,6 +30,11 @@ const char *cudaGetErrorString(cudaError_t error) {
   if (error == cudaErrorMemoryAllocation) return "out of memory";
   if (error == cudaErrorInvalidDevice) return "invalid device ordinal";
   if (error == cudaErrorInvalidConfiguration) return "invalid configuration argument";
+  if (error == cudaErrorStreamCaptureUnsupported) return "operation not permitted when stream is capturing";
+  if (error == cudaErrorStreamCaptureInvalidated) return "operation failed due to a previous error during capture";
+  if (error == cudaErrorStreamCaptureUnjoined) return "capturing stream has unjoined work";
+  if (error == cudaErrorStreamCaptureIsolation) return "dependency created on uncaptured work in another stream";
+  if (error == cudaErrorCapturedEvent) return "operation not permitted on an event last recorded in a capturing stream";
   return error ? "an error of the stub" : "no error";
 }
 

@@ -84,6 +84,7 @@ static size_t whole_pages(size_t bytes) {
 
 // ---- the runtime's
 cudaError_t cudaMalloc(void **pointer, size_t bytes) {
+  if (card_refused_here()) return cudaErrorStreamCaptureUnsupported;
   card_note(ALLOCATION, "cudaMalloc", NULL, bytes);
   bytes = whole_pages(bytes);
   *pointer = NULL;
@@ -94,6 +95,7 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes) {
 }
 
 cudaError_t cudaFree(void *pointer) {
+  if (card_refused_here()) return cudaErrorStreamCaptureUnsupported;
   card_note(FREE, "cudaFree", NULL, 0);
   if (!pointer) return 0;
   size_t bytes = drop(pointer);
@@ -103,6 +105,7 @@ cudaError_t cudaFree(void *pointer) {
 }
 
 cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
+  if (card_refused_here()) return cudaErrorStreamCaptureUnsupported;
   card_note(ALLOCATION, "cudaHostAlloc", NULL, bytes);
   bytes = whole_pages(bytes);
   *pointer = map(bytes);
@@ -166,7 +169,7 @@ static int copy(void *task) {
 static void post(Copy what, const void *stream) {
   Copy *task = malloc(sizeof *task);
   *task = what;
-  card_queue(stream, copy, task);
+  card_queue(stream, copy, task, sizeof *task);
 }
 
 // Copy rows, or fill them where there is nothing to copy from, in their stream's turn.
@@ -190,6 +193,7 @@ static const char *direction(enum cudaMemcpyKind kind, const void *to, const voi
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
   const char *name = direction(kind, to, from);
+  if (strstr(name, "pageable") && card_refused(stream)) return cudaErrorStreamCaptureUnsupported;
   card_note(COPY, name, stream, bytes);
   move((Copy){to, from, 0, 0, bytes, 1, 0}, stream);
   // CUDA has read pageable memory, or has written it, before it returns.
@@ -201,6 +205,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+  if (card_refused_here()) return cudaErrorStreamCaptureUnsupported;
   card_note(COPY, direction(kind, to, from), NULL, bytes);
   card_note(WAIT, "cudaMemcpy", NULL, bytes);
   move((Copy){to, from, 0, 0, bytes, 1, 0}, NULL);

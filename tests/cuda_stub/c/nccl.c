@@ -301,19 +301,32 @@ static __thread int DEPTH;
 static __thread Group *OPEN;
 static __thread const void *STREAM;
 
+static void number(Call *call) {
+  if (call->verb < SEND) call->number = ++call->comm->calls;
+}
+
+// Calls of a graph get their numbers when it is launched.
+void card_number_calls(Step how, void *task) {
+  if (how != step) return;
+  Group *group = task;
+  for (int i = 0; i < group->count; i++) number(&group->calls[i]);
+}
+
+static void put(void) {
+  card_queue(STREAM, step, OPEN, sizeof(Group) + OPEN->count * sizeof(Call));
+  OPEN = NULL;
+}
+
 static int post(Call call, const void *stream) {
   card_note_in(call.comm, MESSAGE, VERBS[call.verb], stream, call.count * WIDTHS[call.type]);
   if (!card_computes) return SUCCESS;
-  if (call.verb < SEND) call.number = ++call.comm->calls;
+  if (!card_is_captured(stream)) number(&call);
   int count = OPEN ? OPEN->count : 0;
   OPEN = realloc(OPEN, sizeof(Group) + (count + 1) * sizeof(Call));
   OPEN->calls[count] = call;
   OPEN->count = count + 1;
   STREAM = stream;
-  if (!DEPTH) {
-    card_queue(stream, step, OPEN);
-    OPEN = NULL;
-  }
+  if (!DEPTH) put();
   return SUCCESS;
 }
 
@@ -325,8 +338,7 @@ int ncclGroupStart(void) {
 int ncclGroupEnd(void) {
   DEPTH--;
   if (DEPTH || !OPEN) return SUCCESS;
-  card_queue(STREAM, step, OPEN);
-  OPEN = NULL;
+  put();
   return SUCCESS;
 }
 

@@ -177,7 +177,8 @@ static uint64_t put(Stream *stream, Step step, void *what) {
   return number;
 }
 
-void card_queue(const void *name, Step step, void *what) {
+void card_queue(const void *name, Step step, void *what, size_t bytes) {
+  if (card_captured(name, step, what, bytes)) return;
   put(stream_of(name), step, what);
 }
 
@@ -225,6 +226,7 @@ int card_has_order(void) {
 }
 
 cudaError_t cudaDeviceSynchronize(void) {
+  if (card_refused_here()) return cudaErrorStreamCaptureUnsupported;
   card_note(WAIT, "cudaDeviceSynchronize", NULL, 0);
   card_wait_for_all();
   return 0;
@@ -242,11 +244,13 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (card_refused(stream)) return cudaErrorStreamCaptureUnsupported;
   Stream *asked = stream_of(stream);
   return is_over(asked, asked->posted) ? 0 : card_failed(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  if (card_refused(stream)) return cudaErrorStreamCaptureUnsupported;
   card_note(WAIT, "cudaStreamSynchronize", stream, 0);
   card_wait_for_stream(stream);
   return 0;
@@ -272,7 +276,7 @@ static int call(void *task) {
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
   Call *task = malloc(sizeof *task);
   *task = (Call){function, argument};
-  card_queue(stream, call, task);
+  card_queue(stream, call, task, sizeof *task);
   return 0;
 }
 
@@ -282,6 +286,7 @@ typedef struct {
   uint64_t number;
   struct timespec at;
   int users, queries;
+  struct Point *point;
 } Event;
 
 typedef struct {
@@ -295,7 +300,9 @@ static int has_happened(const Event *event) {
 
 // Who uses an event keeps it.
 static void leave(Event *event) {
-  if (__atomic_sub_fetch(&event->users, 1, __ATOMIC_ACQ_REL) == 0) free(event);
+  if (__atomic_sub_fetch(&event->users, 1, __ATOMIC_ACQ_REL)) return;
+  card_drop(event->point);
+  free(event);
 }
 
 static int record(void *task) {
@@ -329,6 +336,9 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
   Event *it = (Event *)event;
+  card_drop(it->point);
+  it->point = card_point(stream);
+  if (it->point) return 0;
   __atomic_add_fetch(&it->users, 1, __ATOMIC_ACQ_REL);
   it->stream = stream_of(stream);
   it->number = put(it->stream, record, it);
@@ -342,16 +352,19 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   Event *it = (Event *)event;
+  if (it->point || (it->stream && card_is_captured(stream))) return card_follow(stream, it->point);
   if (has_happened(it)) return 0;
   Mark *mark = malloc(sizeof *mark);
   *mark = (Mark){it->stream, it->number};
-  card_queue(stream, passed, mark);
+  card_queue(stream, passed, mark, sizeof *mark);
   return 0;
 }
 
 // Torch's allocator asks with its lock held, so a query does not wait. Who asks again and again is given what it needs.
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Event *it = (Event *)event;
+  if (it->point) return card_failed(cudaErrorCapturedEvent);
+  if (card_refused_here()) return cudaErrorStreamCaptureUnsupported;
   if (has_happened(it)) return 0;
   if (++it->queries >= QUERIES_OF_A_NEED) need(it->stream, it->number);
   return card_failed(cudaErrorNotReady);
@@ -360,6 +373,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   card_note(WAIT, "cudaEventSynchronize", NULL, 0);
   Event *it = (Event *)event;
+  if (it->point) return card_failed(cudaErrorCapturedEvent);
   if (it->stream) wait_for(it->stream, it->number);
   return 0;
 }
