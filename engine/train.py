@@ -21,6 +21,7 @@ from triaxis.engine.config.quantities.plan import batch_plan, local_seq_length, 
 from triaxis.engine.config.quantities.state_plan import layout_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.device.allocator import retry_counter
+from triaxis.engine.graphs import Graphs
 from triaxis.engine.kernels.registry import Kernels, open_kernels
 from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.shard_spec import REDUCE_AXES
@@ -33,6 +34,7 @@ from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.executor import Executor, InstructionObserver
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.pipeline.programs import Programs
+from triaxis.engine.pipeline.work import WorksOf, eager_works
 from triaxis.engine.run.garbage import GarbageCollection
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.run.validation import StepSource, Validation, ValidationObserver
@@ -148,6 +150,10 @@ def build(
     buffers = GradBuffers(layouts, parameters, config.precision, topology.device, owners, replica_axes, state_replicas)
     buffers.write(parameters, lambda some: fill(some, config.train.seed))
 
+    works: WorksOf = eager_works
+    if kernels.choices.graphs == "on":
+        works = graphs = Graphs(buffers, topology.ledger)
+        topology.before_close(graphs.release)
     activation_shape = (local_seq_length(config), config.train.micro_batch_size, model.hidden_size)
     return Engine(
         config=config,
@@ -166,7 +172,9 @@ def build(
             kernels.apex,
             own_rule(config),
         ),
-        executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype, tuple(observers)),
+        executor=Executor(
+            topology, [chunk.queue for chunk in chunks], activation_shape, dtype, tuple(observers), works
+        ),
         train_programs=Programs(train_schedule),
         forward_programs=Programs(forward_schedule),
         count_retries=retry_counter(topology.device),

@@ -98,7 +98,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "engine/kernels/weight_grad.py": ("torch.ops.aten.addmm.dtype_out",),
     "engine/optimizer/updates.py": ("torch.optim.adamw.adamw", "torch.optim.sgd.sgd"),
-    "engine/pipeline/executor.py": ("torch.autograd.graph.GradientEdge", "torch.autograd.graph.get_gradient_edge"),
+    "engine/pipeline/work.py": ("torch.autograd.graph.GradientEdge", "torch.autograd.graph.get_gradient_edge"),
     "engine/comm/runtime.py": ("torch._C._distributed_c10d",),
     "engine/device/allocator.py": ("torch.cuda.memory._set_allocator_settings",),
     "engine/comm/topology.py": ("torch._C._distributed_c10d.ProcessGroupNCCL.Options",),

@@ -82,17 +82,20 @@ class Ledger:
 
     Args:
         observers: objects to notify, in this order, of calls, waits and host reads (one kind of mark).
+
+    Attributes:
+        num_calls: number of calls since the last reset.
     """
 
     def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:
         self.observers = tuple(observers)
         self.events: list[Event] = []
-        self._num_calls = 0
+        self.num_calls = 0
 
     def reset(self) -> None:
         """Delete all events and number calls from 0 again."""
         self.events = []
-        self._num_calls = 0
+        self.num_calls = 0
 
     def post(
         self,
@@ -112,10 +115,10 @@ class Ledger:
             place: the call's index within its group call.
             numel: number of elements to record; None: the tensor's own.
         """
-        call = self._num_calls
+        call = self.num_calls
         numel = tensor.numel() if numel is None else numel
         event = Event("post", call, op, axis, purpose, tensor.dtype, numel, group_size, peer, call - place)
-        self._num_calls += 1
+        self.num_calls += 1
         self.events.append(event)
         return event
 

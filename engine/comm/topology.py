@@ -24,7 +24,7 @@ group has its own staging (`triaxis.engine.comm.staging`).
 All connections that a step uses are opened here, so that no call in a step blocks the host to connect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from datetime import timedelta
 from typing import Any
@@ -117,6 +117,7 @@ class Topology:
             staged = grid.world_size > 1 and device.type == "cuda" and dist.get_backend() == "gloo"
         self.staged = staged
         self._carriers: dict[dist.ProcessGroup, Carrier] = {}
+        self._before_close: list[Callable[[], None]] = []
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: dict[str, Axis] = {}
 
@@ -200,8 +201,14 @@ class Topology:
         topology._groups, topology._carriers = {}, {}
         return topology
 
+    def before_close(self, call: Callable[[], None]) -> None:
+        """Register a function to be called before the groups are destroyed, by this topology or the one that it observes."""
+        self._before_close.append(call)
+
     def close(self) -> None:
         """Destroy this topology's groups (not torch's default group)."""
+        for call in self._before_close:
+            call()
         for axis in self._axes.values():
             axis.close()
         for carrier in self._carriers.values():

@@ -55,6 +55,7 @@ from triaxis.engine.numerics.precision import DTYPES, main_grad_dtype
 
 OptimizerKernel = Literal["torch", "compiled", "apex"]
 LinearKernel = Literal["torch", "te"]
+Graphs = Literal["off", "on"]
 
 ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -66,6 +67,7 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "optimizer": ("compiled", "torch"),
         "experts": ("grouped", "loop"),
         "dispatch": ("all_gather", "all_to_all"),
+        "graphs": ("off",),
     }
 )
 """`auto`'s choices for each kernel, fastest first; the last one runs anywhere."""
@@ -132,6 +134,7 @@ class Choices:
     linear: LinearKernel = "torch"
     experts: ExpertKernel | None = None
     dispatch: DispatchName | None = None
+    graphs: Graphs = "off"
 
     def named(self) -> dict[str, str]:
         """Map each operation that the model has, such as `attention`, to its kernel's name."""
@@ -257,6 +260,10 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
             lambda reason: grouped_gemm_refusal(dtype, device, reason),
         ),
         "te": (lambda: gemm_failure(dtype, main_grad, device), lambda reason: gemm_refusal(dtype, device, reason)),
+        "on": (
+            lambda: "" if device.type == "cuda" else "CUDA graphs run on GPUs only",
+            lambda reason: f"kernels.graphs: on does not run here: {reason}. Set it to auto, or train on GPUs.",
+        ),
         "apex": (lambda: apex_failure(device), lambda reason: apex_refusal(device, reason)),
         "compiled": (cache(lambda: compiler_failure(device)), lambda reason: compiler_refusal(device, reason)),
     }
@@ -427,8 +434,9 @@ def describe(kernels: Kernels, shape: AttentionShape) -> str:
     if attention == "sdpa":
         attention = f"sdpa ({chosen(shape)})"
     others = {name: choice for name, choice in kernels.choices.named().items() if name not in ("attention", "decoding")}
-    if others["linear"] == "torch":
-        del others["linear"]
+    for name, usual in (("linear", "torch"), ("graphs", "off")):
+        if others[name] == usual:
+            del others[name]
     if kernels.te is not None:
         others["linear"] = f"te {kernels.te.version}"
     return "; ".join(

@@ -13,6 +13,7 @@ maximum is then reduced over tp as well.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 
@@ -24,6 +25,7 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
+from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.linear.products import LinearForm, LinearGemms, LinearParts, Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
@@ -44,6 +46,7 @@ class Fp8Form(LinearForm):
         sends: whether sequence parallelism gathers FP8 bytes (`precision.fp8.gather`).
         alone_without: module names (`recompute.modules`). If the run recomputes none of these, only this layer saves its input X.
             None: another layer always saves X.
+        copies_stay: whether the weights' FP8 copies keep their addresses, as CUDA graphs need.
     """
 
     fp8: Fp8
@@ -53,13 +56,19 @@ class Fp8Form(LinearForm):
     makes_again: Callable[[str], bool]
     sends: bool = False
     alone_without: tuple[str, ...] | None = None
+    copies_stay: bool = False
 
     @classmethod
-    def of(cls, fp8: Fp8, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form":
-        """Build an `Fp8Form` from the run's config; `saved` decides which tensors the rank's chunks save."""
+    def of(cls, kernels: Kernels, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form | None":
+        """Build a run's `Fp8Form`, None without FP8; `saved` decides which tensors the rank's chunks save."""
+        fp8 = kernels.fp8
+        if fp8 is None:
+            return None
         asked = config.precision.fp8
         sends = asked is not None and asked.gather == "fp8"
-        return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, saved.makes_again, sends)
+        axes = topology.axis("tp"), topology.axis("cp")
+        copies_stay = kernels.choices.graphs == "on"
+        return cls(fp8, *axes, saved.once, saved.makes_again, sends, copies_stay=copies_stay)
 
     def alone(self, *parts: str) -> LinearForm:
         return replace(self, alone_without=parts)
@@ -161,7 +170,12 @@ class Fp8Gemms(LinearGemms):
         if version != self._version:
             fp8 = self.form.fp8
             largest = self._largest(matrices, "weight", over_tp=True, over_cp=False)
-            self._copies = [(fp8.weight(each, largest), fp8.weight(each.t(), largest)) for each in matrices]
+            copies = [(fp8.weight(each, largest), fp8.weight(each.t(), largest)) for each in matrices]
+            if self._copies and self.form.copies_stay:
+                for old, new in zip(chain(*self._copies), chain(*copies), strict=True):
+                    old.write(new)
+            else:
+                self._copies = copies
             self._version = version
         return self._copies
 

@@ -77,6 +77,7 @@ class GradBuffers:
 
     Attributes:
         dtype: the run's dtype, which trained parameters have.
+        is_watched: whether a function is called after each gradient of the current step.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class GradBuffers:
         state_replicas: Axis | None = None,
     ) -> None:
         self.dtype = DTYPES[precision.dtype]
+        self.is_watched = False
         self.device = device
         self.buffers: list[FlatBuffer] = []
         self._replica_sums = None if state_replicas is None else ReplicaSums(state_replicas)
@@ -138,6 +140,7 @@ class GradBuffers:
         Each parameter expects `num_microbatches` gradients from each layer that uses it.
         `on_grad` is called in this step with each parameter whose gradient was added, before its bucket is reduced.
         """
+        self.is_watched = on_grad is not None
         for bucket in self.buckets:
             bucket.start(num_microbatches, on_grad)
 

@@ -7,8 +7,7 @@ The executor runs a list of instructions, which `validate.py` has checked. Its c
     I   does the same as B, but defers the weight-gradient GEMMs
     W   runs the deferred GEMMs
 
-Between a microbatch's F and B, the rank keeps the input and an edge into the autograd graph. The output's memory is free once the
-output is sent.
+A `Work` (`work.py`) runs a microbatch's actions in one chunk. The output's memory is free once the output is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,29 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from triaxis.engine.activations.backward import run_backward
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.linear.weight_grads import DeferredGrad, WeightGradQueue, add_deferred
+from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.pipeline.lowering import Direction, Instruction, Post, Program
 from triaxis.engine.pipeline.p2p import StageTensor, Transport
+from triaxis.engine.pipeline.work import ChunkFunction, Work, WorksOf, eager_works
 
 InstructionObserver = Callable[[Instruction | None], None]
-
-
-ChunkFunction = Callable[[int, torch.Tensor | None, Any], torch.Tensor]
-"""Function (number of this rank's chunk, x or None on the first stage, microbatch) -> the chunk's output."""
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A chunk's input, None on the first stage, and the graph edge where its backward starts."""
-
-    x: torch.Tensor | None
-    edge: GradientEdge
 
 
 @dataclass(eq=False)
@@ -52,6 +38,7 @@ class Executor:
         queues: weight-gradient queue for each chunk on this rank.
         shape: shape of an activation between stages, [s(/t), b, h].
         observers: functions called with each instruction before it runs, and with None after the last.
+        works: how the microbatches of a run with a backward are computed.
         running: the instruction that runs, or that raised an error, for error reports; None between two programs.
     """
 
@@ -60,6 +47,7 @@ class Executor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     observers: Sequence[InstructionObserver] = ()
+    works: WorksOf = eager_works
     running: Instruction | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +81,7 @@ class Executor:
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a program, with the inputs, deferred GEMMs and outputs that it keeps."""
+    """One run of a program, with the works that have begun and the outputs that it keeps."""
 
     executor: Executor
     program: Program
@@ -115,8 +103,9 @@ class _Run:
             executor.dtype,
             topology.device,
         )
-        self.kept: dict[tuple[int, int], _Kept] = {}
-        self.deferred: dict[tuple[int, int], list[DeferredGrad]] = {}
+        if not self.forward_only:
+            self.work_of = executor.works(self.program.instructions[self.rank], self.function, executor.queues)
+        self.begun: dict[tuple[int, int], Work] = {}
         self.outputs: dict[int, torch.Tensor] = {}
 
     def run(self) -> list[torch.Tensor]:
@@ -140,31 +129,26 @@ class _Run:
             for observe in observers:
                 observe(None)
         self.transport.finish()
-        assert not self.kept and not self.deferred, "a forward without backward, or deferred work without a W"
+        assert not self.begun, "a forward without backward, or deferred work without a W"
         return [self.outputs[microbatch] for microbatch in sorted(self.outputs)]
 
     def forward(self, action: Action) -> None:
         chunk, microbatch = action.chunk, action.microbatch
         stage = self.placement.stage_of(self.rank, chunk)
-        x, goes_back = None, not self.schedule.forward_only
-        if stage > 0:
-            # [s(/t), b, h], a leaf: its gradient goes to the previous stage.
-            x = self.transport.take(StageTensor("forward", stage, microbatch))
-            x.requires_grad_(goes_back)
-        with torch.set_grad_enabled(goes_back):
+        x = None if stage == 0 else self.transport.take(StageTensor("forward", stage, microbatch))
+        if self.forward_only:
             output = self.function(chunk, x, self.microbatches[microbatch])
-        if goes_back:
-            self.kept[chunk, microbatch] = _Kept(x, get_gradient_edge(output))
-        if stage == self.placement.num_stages - 1:
-            self.outputs[microbatch] = output.detach()
         else:
-            # Detached: the next stage has its own graph, even if it is on this rank.
-            self._hand_over("forward", stage + 1, microbatch, output.detach())
+            work = self.begun[chunk, microbatch] = self.work_of(chunk, microbatch)
+            output = work.forward(x, self.microbatches[microbatch])
+        if stage == self.placement.num_stages - 1:
+            self.outputs[microbatch] = output
+        else:
+            self._hand_over("forward", stage + 1, microbatch, output)
 
     def backward(self, action: Action) -> None:
         chunk, microbatch = action.chunk, action.microbatch
         stage = self.placement.stage_of(self.rank, chunk)
-        kept = self.kept.pop((chunk, microbatch))
         if stage == self.placement.num_stages - 1:
             assert self.output_grad is not None, "a backward needs the gradient of the outputs"
             # The scale is float64 [1 + D]; the backward begins in the output's dtype and shape.
@@ -172,21 +156,17 @@ class _Run:
             grad = torch.empty_like(output).copy_(self.output_grad.view_as(output))
         else:
             grad = self.transport.take(StageTensor("backward", stage, microbatch))
-        # Layers ask the queue inside their backward. Deferred GEMMs wait for this microbatch's W, last layer first.
-        queue = self.executor.queues[chunk]
-        queue.deferring = action.kind is Kind.I
-        run_backward(kept.edge, grad)
-        if action.kind is Kind.I:
-            queue.deferring = False
-            self.deferred[chunk, microbatch] = queue.take()
+        defers = action.kind is Kind.I
+        work = self.begun[chunk, microbatch] if defers else self.begun.pop((chunk, microbatch))
+        x_grad = work.backward(grad, defers=defers)
         # After an I, this comes before its W: the previous stage waits for dX [s(/t), b, h], not for weight gradients.
-        if kept.x is not None:
-            assert kept.x.grad is not None
-            self._hand_over("backward", stage - 1, microbatch, kept.x.grad)
+        if stage > 0:
+            assert x_grad is not None
+            self._hand_over("backward", stage - 1, microbatch, x_grad)
 
     def weight_grads(self, action: Action) -> None:
         """Run the weight-gradient GEMMs that the same microbatch's I (input gradient) deferred."""
-        add_deferred(self.deferred.pop((action.chunk, action.microbatch)))
+        self.begun.pop((action.chunk, action.microbatch)).weight_grads()
 
     def _hand_over(self, direction: Any, stage: int, microbatch: int, tensor: torch.Tensor) -> None:
         local = self.placement.rank_of(stage) == self.rank

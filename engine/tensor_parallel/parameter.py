@@ -75,6 +75,10 @@ class ShardedParameter(nn.Module):
         # use, and autograd must not take that for a change to this weight.
         self.value = nn.Parameter(value.data, requires_grad=main_grad is not None)
 
+    def renew(self) -> None:
+        """Replace the weight with another leaf over the same memory. No autograd graph has it yet."""
+        self.value = nn.Parameter(self.value.data, requires_grad=self.value.requires_grad)
+
     def weight(self) -> torch.Tensor:
         """Return the weight after waiting for its all-gather. With ZeRO-3 the call may also start the all-gather."""
         if self.bucket is not None and not self.bucket.is_complete:

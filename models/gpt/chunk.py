@@ -237,7 +237,7 @@ def build_chunks(
             weights=lambda: [parameter.value for parameter in held.values()],
             on_saved=on_saved,
         )
-    form = None if kernels.fp8 is None else Fp8Form.of(kernels.fp8, config, topology, saved)
+    form = Fp8Form.of(kernels, config, topology, saved)
     forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
     experts = ExpertRegion.of(config, topology, kernels, on_saved)
     place = topology.sizes.expert_place(topology.rank)

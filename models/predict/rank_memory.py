@@ -240,7 +240,10 @@ class _Pipeline:
         for pp, ((_, chunks), peaks, state) in enumerate(
             zip(self.cut.ranks, self._peaks(config, memo), self.states, strict=True)
         ):
-            activations, temporaries, host = _most_activations([held[one] for one in dict.fromkeys(chunks)], peaks)
+            stages = [held[one] for one in dict.fromkeys(chunks)]
+            activations, temporaries, host = _most_activations(stages, peaks)
+            if config.kernels.graphs == "on":
+                activations, temporaries = _in_pools(stages, peaks, has_gathers=sizes.owners("dp") > 1), 0
             found.append(
                 Memory(
                     state.parameters,
@@ -360,3 +363,14 @@ def _most_activations(held: Sequence[_Held], peaks: Sequence[PeakMoment]) -> tup
                 most_host, one.moved + sum(each.moved * count for each, count in zip(held, kept, strict=True))
             )
     return most, max(0, most_in_all - most), most_host
+
+
+def _in_pools(held: Sequence[_Held], peaks: Sequence[PeakMoment], *, has_gathers: bool) -> int:
+    """Compute the bytes of the memory pools of CUDA graphs (`triaxis.engine.graphs`): one for each live microbatch.
+
+    A pool is as large as the peak of a microbatch that uses it. With `has_gathers`, a step's first microbatch runs without a graph
+    and takes other memory.
+    """
+    num_pools = max(1 + sum(peak.kept) + sum(peak.deferred) for peak in peaks) + has_gathers
+    largest = max(max(one.in_forward, one.in_backward, one.in_whole_backward, *one.at_work) for one in held)
+    return num_pools * largest

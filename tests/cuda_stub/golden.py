@@ -41,6 +41,7 @@ TWO = "model.num_layers=2 train.global_batch_size=2 train.micro_batch_size=1 par
 ALONE = "parallel.tp=1 parallel.sequence_parallel=false"
 EXPERTS = f"model.num_layers=2 train.global_batch_size=16 parallel.pp=1 parallel.ep=8 parallel.dp=8 {ALONE}"
 ZBV = f"train.global_batch_size=6 train.micro_batch_size=1 parallel.pp=2 parallel.vpp=2 parallel.dp=1 {ALONE}"
+GRAPHS = f"model.num_layers=2 train.global_batch_size=8 train.micro_batch_size=1 parallel.dp=2 {ALONE}"
 ROWS: Mapping[str, tuple[str, int, str]] = {
     "llama_tp1": ("llama3_8b", 1, f"{TWO} {ALONE}"),
     "llama_tp8": ("llama3_8b", 8, f"{TWO} parallel.tp=8"),
@@ -49,6 +50,7 @@ ROWS: Mapping[str, tuple[str, int, str]] = {
     "mixtral_ep8_all_to_all": ("mixtral_8x7b", 8, f"{EXPERTS} kernels.dispatch=all_to_all"),
     "mixtral_ep8_all_gather": ("mixtral_8x7b", 8, f"{EXPERTS} kernels.dispatch=all_gather"),
     "llama_cp8": ("llama3_8b_128k", 16, f"{TWO} data.attention=across"),
+    "llama_dp2_graphs": ("llama3_8b", 2, f"{GRAPHS} kernels.graphs=on"),
     "llama_pp2_zbv": ("llama3_8b", 2, f"model.num_layers=8 {ZBV} schedule.name=zbv"),
 }
 """A configuration of configs/, the ranks of the run, and settings."""
@@ -68,7 +70,9 @@ def text_of(name: str, calls: Path) -> str:
     engine, sizes = lone_engine(config), parallel_sizes(config)
     predicted = predicted_memory(engine.config, sizes, 0).tensors
     _run(engine, calls)
-    peak = torch.cuda.max_memory_allocated()
+    # Torch counts a graph's memory as allocated only while it is recorded.
+    has_graphs = engine.kernels.choices.graphs == "on"
+    peak = torch.cuda.max_memory_reserved() if has_graphs else torch.cuda.max_memory_allocated()
     lines = [
         f"configs/{path}.yaml, rank 0 of {size}, {settings}",
         ", ".join(f"{kernel} {choice}" for kernel, choice in engine.kernels.choices.named().items()),
@@ -167,9 +171,9 @@ def _lines(calls: Sequence[str], groups: Mapping[str, str]) -> Iterator[str]:
             what = f"{groups[group]} {name}"
             where = "rest" if place.startswith("rest") else "forward" if place.endswith("forward") else "backward"
             messages[f"{what:36}{size:>12}  {_stream(stream)}"][where] += 1
-        if kind in ("kernel", "copy", "fill", "message"):
+        if kind in ("kernel", "copy", "fill", "message", "graph"):
             named = next((each for each, pattern in KERNELS.items() if re.search(pattern, name)), "other")
-            of_places[place][microbatch][{"kernel": named, "message": "NCCL"}.get(kind, kind)] += 1
+            of_places[place][microbatch][{"kernel": named, "message": "NCCL", "graph": "other"}.get(kind, kind)] += 1
     for kind, counts in asks.items():
         yield from ("", f"{kind}s in the third step")
         yield from (f"{count:3} {what}" for what, count in sorted(counts.items()))

@@ -17,6 +17,7 @@ from itertools import islice
 from triaxis.engine.config.quantities.run_phases import at_phase
 from triaxis.engine.config.rules.data import DATA_RULES
 from triaxis.engine.config.rules.extension import EXTENSION_RULES
+from triaxis.engine.config.rules.graphs import GRAPH_RULES
 from triaxis.engine.config.rules.layer_kinds import LAYER_KIND_RULES
 from triaxis.engine.config.rules.layout import LAYOUT_RULES
 from triaxis.engine.config.rules.moe import MOE_RULES
@@ -47,6 +48,7 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *LIMITS,
     *NEEDS,
+    *GRAPH_RULES,
     *TRAINING_RULES,
     *RECOMPUTE_RULES,
     *RUN_RULES,

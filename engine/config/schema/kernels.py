@@ -1,12 +1,17 @@
 """The `kernels` section: which implementation computes each operation."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from triaxis.engine.config.schema.moe import DispatchName
 from triaxis.engine.config.schema.section import LAYOUT, OnResume, Section
 from triaxis.engine.config.values.attention_kernels import AttentionKernelName
+
+
+def _switch(value: object) -> object:
+    """YAML reads the words on and off as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class KernelsConfig(Section):
@@ -34,6 +39,9 @@ class KernelsConfig(Section):
     )
     experts: Literal["auto", "loop", "grouped"] = Field(
         "auto", description="loop: a GEMM per expert; grouped: torch's grouped GEMM (bf16, fp16, fp32)"
+    )
+    graphs: Annotated[Literal["auto", "off", "on"], BeforeValidator(_switch)] = Field(
+        "auto", description="replay each microbatch's forward and backward as CUDA graphs (CUDA); auto: off"
     )
     dispatch: Literal["auto", DispatchName] = Field(
         "auto",

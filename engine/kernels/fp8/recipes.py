@@ -100,6 +100,11 @@ class Quantised:
     values: torch.Tensor
     inverse: torch.Tensor
 
+    def write(self, other: "Quantised") -> None:
+        """Copy another matrix of these shapes into this one."""
+        self.values.copy_(other.values)
+        self.inverse.copy_(other.inverse)
+
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """Multiply the values by their factors: [rows, columns] in a wider dtype."""
         (rows, columns), (down, across) = self.values.shape, self.inverse.shape

@@ -8,6 +8,7 @@ import yaml
 
 from tests.engine.config.bad_expert_configs import BAD_EXPERTS
 from tests.engine.config.bad_extensions import BAD_EXTENSIONS
+from tests.engine.config.bad_graphs import BAD_GRAPHS
 from tests.engine.config.bad_latents import BAD_LATENTS
 from tests.engine.config.bad_phases import BAD_PHASES
 from tests.engine.config.bad_rates import BAD_RATES
@@ -47,6 +48,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["model.hidden_size = 60", "multiple of num_attention_heads = 8", "hidden_size = 64 or 48", "head_dim"],
     ),
     **BAD_EXTENSIONS,
+    **BAD_GRAPHS,
     **BAD_LATENTS,
     **BAD_RATES,
     **BAD_PHASES,

@@ -169,7 +169,8 @@ def test_a_pattern_is_tried_with_the_kernel() -> None:
 
 
 def test_a_named_kernel_is_taken_on_every_device() -> None:
-    named = KernelsConfig(attention="efficient", elementwise="eager", weight_grad="separate", optimizer="torch")
+    asked = {"attention": "efficient", "elementwise": "eager", "weight_grad": "separate", "optimizer": "torch"}
+    named = KernelsConfig.model_validate(asked | {"graphs": "off"})
     for capability in (None, (8, 0), (9, 0)):
         choices = resolve(named, replace(H100, capability=capability))
         assert choices.config() == named
@@ -281,6 +282,7 @@ def test_a_fall_is_printed_and_what_was_resolved_is_recorded(
         "weight_grad": "separate",
         "optimizer": "torch",
         "linear": "torch",
+        "graphs": "off",
     }
     assert capsys.readouterr().err.startswith("kernels.attention = auto: cudnn does not run here (torch says: No")
 
