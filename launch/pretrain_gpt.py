@@ -279,6 +279,7 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
         times=times,
         slow_ranks=open_slow_ranks(engine, times),
         memory=open_memory_check(engine),
+        fusions=(engine.kernels.fusion, engine.optimizer.fusion),
     )
     valid = datasets.valid
     validation = None if valid is None else lambda: open_batches(config, engine.topology, valid)

@@ -31,11 +31,13 @@ class Fusion:
 
     Attributes:
         is_compiled: whether the form is `compiled`.
+        compile_seconds: seconds that each compiled graph took.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
         self.is_compiled = form == "compiled"
+        self.compile_seconds: list[float] = []
         self._compiled: dict[tuple[Callable[..., Any], Lengths], Callable[..., Any]] = {}
 
     def __call__(self, function: Function, *, lengths: Lengths = "fixed") -> Function:
@@ -50,7 +52,7 @@ class Fusion:
             return function
         key = (function, lengths)
         if key not in self._compiled:
-            self._compiled[key] = CompiledFunction(function, lengths)
+            self._compiled[key] = CompiledFunction(function, lengths, self.compile_seconds.append)
         return self._compiled[key]  # type: ignore[return-value]
 
     def bind(self, function: Callable[..., Any], *arguments: Any, lengths: Lengths = "fixed") -> Callable[[], Any]:

@@ -4,6 +4,7 @@ torch.compile finds the graph of a call by guards on Python's state, which cost 
 only their arguments, so shapes, strides, dtypes, devices and constants say which graph is meant.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -49,11 +50,18 @@ class CompiledFunction:
         function: a function that reads only its arguments: tensors, constants, and lists and tuples of them. It has no autograd and
             no communication. It may write to arguments that share no element with others.
         lengths: lengths that one graph accepts.
+        on_compiled: called with the seconds that each graph took.
     """
 
-    def __init__(self, function: Callable[..., Any], lengths: Lengths) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        lengths: Lengths,
+        on_compiled: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         self._function = function
         self._lengths = lengths
+        self._on_compiled = on_compiled
         self._graphs: dict[tuple[Any, ...], list[_Graph]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -87,7 +95,9 @@ class CompiledFunction:
         for graph in graphs:
             if graph.guards is None or _hold(graph.guards, lengths):
                 return graph
+        started_seconds = time.perf_counter()
         graphs.append(self._compiled(arguments, tensors))
+        self._on_compiled(time.perf_counter() - started_seconds)
         return graphs[-1]
 
     def _read(self, values: Sequence[Any], tensors: list[torch.Tensor], key: list[Any], lengths: list[int]) -> None:

@@ -110,7 +110,7 @@ class DistributedOptimizer:
         is_offloaded = config.offload == "cpu"
         self.state_kinds = state_kinds(config.name, () if own is None else own.moments, has_ema=config.ema is not None)
         self._arithmetic: type[Update] | type[UpdatePart] = UPDATES[config.name] if own is None else own
-        self._fusion = Fusion("compiled" if is_compiled else "eager")
+        self.fusion = Fusion("compiled" if is_compiled else "eager")
         self._apex = apex
         # Taken from the buffers: a pipeline stage without layers owns no bucket to take it from.
         self.wide = accumulation_dtype(buffers.dtype)
@@ -235,7 +235,7 @@ class DistributedOptimizer:
         """Write the step's numbers where the launches read them."""
         # A scalar on the device: a Python number would be compiled into the kernel.
         rates = torch.full((), lr, dtype=AGREEMENT_DTYPE, device=self.buffers.device)
-        self._fusion(_write_table)(
+        self.fusion(_write_table)(
             self._table,
             rates,
             self._lr_factors,
@@ -255,7 +255,7 @@ class DistributedOptimizer:
         for stretch in stretches(runs, self._numbers, self.buffers.device):
             parameters, kept, moments, average = state.part(stretch.where)
             launches.append(
-                self._fusion.bind(
+                self.fusion.bind(
                     _update,
                     stretch.blocks(parameters),
                     None if kept is None else stretch.blocks(kept),

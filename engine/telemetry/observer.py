@@ -21,6 +21,7 @@ from triaxis.engine.context_parallel.imbalance import imbalance
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.errors import counted
+from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.run.step_parts import StepPart, StepWatcher
 from triaxis.engine.step_result import StepResult
@@ -55,6 +56,7 @@ class TrainingObserver:
         times: measurement of where step time goes, on all ranks; None if the configuration does not need it.
         slow_ranks: comparison of the ranks' compute time; None off the logging rank, or if times are not split.
         memory: one-time comparison of the ranks' memory with a prediction; None if there is nothing to compare.
+        fusions: runners of compiled functions; what they compiled is reported once, after the first step.
         loss: loss in the last step with an unmasked label; None before the first such step.
         val_loss: last validation loss; None before the first validation.
     """
@@ -68,6 +70,7 @@ class TrainingObserver:
     times: StepTimes | None = None
     slow_ranks: SlowRanks | None = None
     memory: MemoryCheck | None = None
+    fusions: Sequence[Fusion] = ()
     loss: float | None = field(default=None, init=False)
     val_loss: float | None = field(default=None, init=False)
     _cp_imbalance: float | None = field(default=None, init=False)
@@ -142,6 +145,7 @@ class TrainingObserver:
             cp_imbalance=ended.cp_imbalance,
         )
         self.telemetry.step(replace(metrics, time_split=split, measured=measured))
+        self._report_compilation(step + 1)
         if compared is not None:
             self.telemetry.notice("memory", comparison_line(compared), style="", step=step + 1, **compared)
         if split is not None and self.slow_ranks is not None:
@@ -155,6 +159,14 @@ class TrainingObserver:
                     compute_seconds=slow.seconds,
                     usual_seconds=slow.usual_seconds,
                 )
+
+    def _report_compilation(self, step: int) -> None:
+        """Report once what was compiled by the end of the first step."""
+        seconds, self.fusions = [each for fusion in self.fusions for each in fusion.compile_seconds], ()
+        if seconds:
+            functions, total = counted(len(seconds), "function"), sum(seconds)
+            message = f"compiled {functions} in {total:.1f} s, during the first step"
+            self.telemetry.notice("compiled", message, style="", step=step, functions=len(seconds), seconds=total)
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
         """Report that GPU memory ran short on `num_ranks` ranks in step `step`, counted from 0."""

@@ -338,8 +338,8 @@ def _write(places: Sequence[torch.Tensor | None], compute: Callable[[], Any], is
 def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the engine's compiler: a call of a compiled function runs its graph on the card, then the function on the CPU."""
 
-    def compile_with_values(function: Callable[..., Any], lengths: str) -> Callable[..., Any]:
-        made = compiled(function, lengths)
+    def compile_with_values(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+        made = compiled(function, *options)
 
         def call(*arguments: Any) -> Any:
             # torch compiles nothing under a dispatch mode.

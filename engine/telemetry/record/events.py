@@ -62,6 +62,7 @@ EventKind = Literal[
     "replicas_differ",
     "slow_rank",
     "allocator_retry",
+    "compiled",
     "memory",
     "hang",
     "stopped",

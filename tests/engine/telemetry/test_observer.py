@@ -14,6 +14,7 @@ from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.imbalance import imbalance, work_of_ranks
+from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import Skip, StepResult
 from triaxis.engine.telemetry.meters.result_numbers import LossScales, Outliers
@@ -94,6 +95,26 @@ def test_outliers_are_counted(make_config: Callable[..., Config], monkeypatch: p
     observer.on_step(4, StepResult(0.0, 0.5, num_tokens=0), lr=0.1)
     assert observer.loss == 3.0, "a step without labels has no loss"
     assert records[3].measured[0].charts["health/num_outliers"] == records[3].to_record()["num_outliers"] == 2
+
+
+def test_compilation_is_reported_once(make_config: Callable[..., Config]) -> None:
+    terminal = io.StringIO()
+    telemetry = Telemetry(Report(30, 10, terminal=terminal, log=None, show_mfu=False))
+    fusion, other = Fusion("compiled"), Fusion("eager")
+    negative = fusion(torch.neg)
+    observer = TrainingObserver(
+        telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"), fusions=[fusion, other]
+    )
+    for step in range(3):
+        observer.enter(StepPart.DATA)
+        for length in (2, 3, 2):
+            negative(torch.ones(length + step))
+        observer.end_step()
+        observer.on_step(step, StepResult(3.0, 0.5, 100), lr=0.1)
+    telemetry.close()
+    assert len(fusion.compile_seconds) == 4 and min(fusion.compile_seconds) > 0
+    lines = [line for line in terminal.getvalue().splitlines() if "compiled" in line]
+    assert lines == [f"compiled 2 functions in {sum(fusion.compile_seconds[:2]):.1f} s, during the first step"]
 
 
 def test_flops_per_second_count_global_tokens_and_all_ranks(make_config: Callable[..., Config]) -> None:
