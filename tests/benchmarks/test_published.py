@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.published.__main__ import RUNS, main
 from benchmarks.published.compare import RESOLUTION, Comparison, Interval, Pair, Row, compare, held_bytes, lines
+from benchmarks.published.losses import losses
 from benchmarks.published.runs import COLUMNS, Run, device_of, read_runs, setup_of
 from benchmarks.published.software import MEGATRON_2021, NEMO
 from benchmarks.published.standing import CLOSE, standings
@@ -259,3 +260,20 @@ def test_the_planner_finds_published_layouts(tmp_path: Path, capsys: pytest.Capt
     assert printed[-1].startswith("published layouts among the first 5 or within 3 %: ") and printed[-1].endswith(
         " of 2"
     )
+
+
+def test_the_losses_of_a_layout_add_up_to_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The host is late where a model is small, and more so where tp cuts it; tp's collectives are exposed."""
+    wide = {"hidden": "8192", "heads": "64", "kv_heads": "64", "ffn": "32768"}
+    rows = [{**SMALL, "dp": "4"}, {**SMALL, "tp": "4", "dp": "1"}, {**SMALL, **wide, "dp": "4"}]
+    path = table(tmp_path / "runs.csv", *rows, {**SMALL, "dp": "4", "layers": "9000"})
+    small, cut, large, too_large = losses(compare(path).rows)
+    for one in (small, cut, large):
+        assert sum(one.shares.values()) == pytest.approx(1) and min(one.shares.values()) > -1e-9
+    assert cut.shares["host"] > small.shares["host"] > large.shares["host"] == 0
+    assert cut.shares["tp"] > 0.02 and small.shares["tp"] == large.shares["tp"] == 0
+    assert large.shares["peak"] > small.shares["peak"] > cut.shares["peak"]
+    main([str(path), "--losses"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"  line {too_large.row.run.line} GPT: {too_large.lacks}"
+    assert printed[-5].split()[-5:] == ["host", "bubble", "transfers", "dp", "optimizer"]
