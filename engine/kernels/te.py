@@ -99,14 +99,21 @@ class TransformerEngine:
         return total
 
     def fp8_product(
-        self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, *, is_tensorwise: bool
+        self,
+        a: Quantised,
+        b: Quantised,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        is_tensorwise: bool,
+        is_fast: bool = False,
     ) -> torch.Tensor:
         """Compute a b^T + bias [m, n] in `dtype`; a [m, k], b [n, k], bias [n].
 
-        `is_tensorwise`: a and b have one scale each; else block scales.
+        `is_tensorwise`: a and b have one scale each; else block scales. `is_fast`: sums may be shorter than fp32.
         """
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
-        return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=True))
+        return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=not is_fast))
 
     def add_fp8_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, *, overwrite: bool, is_tensorwise: bool

@@ -13,6 +13,7 @@ maximum is then reduced over tp as well.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -142,7 +143,8 @@ class Fp8Gemms(LinearGemms):
     def forward(self, x: Operand) -> torch.Tensor:
         inputs = self._input(x.tensor.flatten(0, -2), x.scale)
         copies = zip(self.copies(), self.vectors(), strict=False)
-        outputs = [self.form.fp8.product(inputs, weight, bias, self._dtype) for (weight, _), bias in copies]
+        product = partial(self.form.fp8.product, inputs, dtype=self._dtype, in_forward=True)
+        outputs = [product(weight, bias) for (weight, _), bias in copies]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.tensor.shape[:-1])
 
     def input_grad(self, grad: Operand) -> torch.Tensor:

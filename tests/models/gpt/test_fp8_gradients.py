@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.cases import dataset
 from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.schema.dotted import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -103,3 +105,25 @@ def test_gradients_point_where_those_of_bf16_do(which: str) -> None:
             of_queries = min(of_queries, cosine(want, got, names[:1])) if len(names) > 1 else of_queries
     print(f"{which}: the worst cosine is {worst[0]:.4f}, of {worst[1]}; of queries alone {of_queries:.4f}")
     assert worst[0] >= least, worst
+
+
+class Sums(TorchDispatchMode):
+    """Collects for each scaled GEMM whether its sums may be shorter than fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_fast: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_mm.default:
+            # The schema's last argument, use_fast_accum, is left out where it is False.
+            self.are_fast.append(len(args) == len(func._schema.arguments) and args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_products_of_the_forward_may_have_shorter_sums() -> None:
+    config = with_value(config_of(1, {"recipe": "tensorwise", "backend": "torch"}), "model.num_layers", 1)
+    with Sums() as sums:
+        gradients(config)
+    # Of the trial, one product in three; of the layer's four matrices in the forward, none of the backward's eight.
+    assert sums.are_fast == [False, True, False, *4 * [True], *8 * [False]]

@@ -50,7 +50,9 @@ def general_gemm(
     is_fp8 = isinstance(A, STORAGES)
     assert type(A) is type(B)
     # The tensor cores of a Hopper take FP8 in this layout alone.
-    assert not is_fp8 or (layout == "TN" and use_split_accumulator)
+    assert not is_fp8 or layout == "TN"
+    # Only a forward with one scale for each tensor may sum in fewer bits than fp32.
+    assert not is_fp8 or use_split_accumulator or (isinstance(A, Float8TensorStorage) and not accumulate)
     # cuBLASLt has no product of two matrices with scales of 128 x 128.
     assert not isinstance(A, Float8BlockwiseQTensorStorage) or not (A._is_2D_scaled and B._is_2D_scaled)
     assert not (gelu and is_fp8)
