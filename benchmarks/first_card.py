@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import ROOT, commit, end, environment, interrupted
-from benchmarks.gpu_contenders.contenders import CONTENDERS, OURS
+from benchmarks.gpu_contenders.contenders import CONTENDERS, GRAPHS, OURS
 from benchmarks.gpu_contenders.records import append, newest, read
 from benchmarks.gpu_contenders.shapes import SHAPES as BY_NAME
 from benchmarks.gpu_contenders.tables import best, one_line
@@ -82,7 +82,7 @@ def pieces(num_gpus: int, folder: Path, shapes: Sequence[str] = ()) -> Iterator[
     device = CUDA if num_gpus else CPU
     able = [name for name, one in CONTENDERS.items() if one.runs_on(device, "bf16")]
     for kind, what, minutes, names in (
-        ("speed", "ours", 10, [OURS]),
+        ("speed", "ours, and with CUDA graphs", 15, [OURS, *([GRAPHS] if device == CUDA else [])]),
         ("peers", "ours beside others", 45, [name for name in able if not CONTENDERS[name].has_fp8]),
         ("fp8", "FP8, ours and others", 45, [name for name in able if CONTENDERS[name].has_fp8]),
     ):

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu_contenders.records import Job, Run
 
-OURS = "ours"
+OURS, GRAPHS = "ours", "ours_graphs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,9 @@ class Contender:
 
 CONTENDERS: Mapping[str, Contender] = {
     OURS: Contender("this engine, as `triaxis.launch.pretrain_gpt` runs it", OURS, {}),
+    GRAPHS: Contender(
+        "the same, replaying CUDA graphs of each microbatch", OURS, {}, needs_cuda=True, words=("kernels.graphs=on",)
+    ),
     "ours_fp8": Contender(
         "the same with FP8 linear layers, one scale per tensor, torch's scaled GEMM",
         OURS,

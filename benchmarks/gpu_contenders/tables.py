@@ -77,7 +77,7 @@ def targets(rows: Sequence[Row]) -> str:
         ours = best(row for row in rows if row["shape"] == shape and row["contender"] == OURS)
         if ours is None:
             continue
-        peer = best(row for row in rows if row["shape"] == shape and row["contender"] != OURS)
+        peer = best(row for row in rows if row["shape"] == shape and not CONTENDERS[row["contender"]].is_ours)
         wanted_r = "" if sizes.target is None else f"{sizes.target:.2f}"
         beside = ("", "", "") if peer is None else (peer["contender"], f"{_ratio(ours, peer):.3f}", f"{WANTED_OF_BEST}")
         lines.append((shape, f"{ours['r']:.3f}", wanted_r, *beside))

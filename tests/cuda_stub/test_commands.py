@@ -154,5 +154,5 @@ def test_the_first_run_on_cards_ends_in_a_block_to_paste(tmp_path: Path) -> None
     block = done.out[done.out.index("```text") :]
     assert block.count("```") == 2 and re.search(r"card +NVIDIA H100 80GB HBM3, GPU memory 79 GiB", block)
     assert re.search(r"layout +passed: \S", block)
-    for name in ("ours", "ours_fp8", "plain_compile", "transformers", "megatron"):
+    for name in ("ours", "ours_graphs", "ours_fp8", "plain_compile", "transformers", "megatron"):
         assert re.search(rf"tiny {name} +[\d,]+ tokens/s, micro batch 2, MFU ", block), block
