@@ -286,6 +286,10 @@ SUBJECTS: Mapping[str, Subject] = {
     "triaxis-eager": Subject(
         "the same, elementwise functions not compiled", partial(triaxis, settings=("kernels.elementwise=eager",))
     ),
+    "triaxis-graphs": Subject(
+        "the same, replaying CUDA graphs; on the stub a launch is free, on a card it is not",
+        partial(triaxis, settings=("kernels.graphs=on",)),
+    ),
     "megatron": Subject(_MEGATRON, partial(megatron, attention_by_torch=False), _NO_PARALLEL_NORM),
     "megatron-sdpa": Subject(
         _MEGATRON,
