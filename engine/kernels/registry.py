@@ -262,7 +262,7 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
         "te": (lambda: gemm_failure(dtype, main_grad, device), lambda reason: gemm_refusal(dtype, device, reason)),
         "on": (
             lambda: "" if device.type == "cuda" else "CUDA graphs run on GPUs only",
-            lambda reason: f"kernels.graphs: on does not run here: {reason}. Set it to auto, or train on GPUs.",
+            lambda reason: f"kernels.graphs = on does not run here: {reason}. Set it to auto, or train on GPUs.",
         ),
         "apex": (lambda: apex_failure(device), lambda reason: apex_refusal(device, reason)),
         "compiled": (cache(lambda: compiler_failure(device)), lambda reason: compiler_refusal(device, reason)),

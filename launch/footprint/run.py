@@ -59,6 +59,7 @@ AS_WRITTEN = {
     "kernels.weight_grad": "separate",
     "kernels.optimizer": "torch",
     "kernels.linear": "torch",
+    "kernels.graphs": "off",
 }
 """Settings under which operators are counted as written: compiled and third-party kernels need a device, and there is none."""
 

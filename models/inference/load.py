@@ -80,7 +80,7 @@ def for_reading(config: Config) -> Config:
     ones, so the configured ones need not run on this device. No operand is in FP8, where a token's scale would depend on the
     other tokens in its batch.
     """
-    without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
+    without_gradients = {"weight_grad": "separate", "optimizer": "torch", "graphs": "off"}
     return config.model_copy(
         update={
             "recompute": RecomputeConfig(

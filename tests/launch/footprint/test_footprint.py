@@ -106,3 +106,11 @@ def test_traffic_of_any_rank_is_that_of_the_formulas() -> None:
 def test_a_rank_that_does_not_exist() -> None:
     with pytest.raises(TopologyError, match="8 ranks, counted from 0"):
         Footprints(CASES[0].config(), build_chunks).of(8)
+
+
+def test_what_a_gpu_alone_has_is_counted_as_written() -> None:
+    plain = Case("gpt", dtype="bf16", num_layers=2).config()
+    asked = plain.kernels.model_copy(update={"graphs": "on", "weight_grad": "fused", "elementwise": "compiled"})
+    for_a_gpu = plain.model_copy(update={"kernels": asked})
+    one, other = (Footprints(config, build_chunks).of(0) for config in (plain, for_a_gpu))
+    assert one == other

@@ -410,13 +410,14 @@ def test_a_loss_without_room_for_all_tokens_is_an_error(tmp_path: Path) -> None:
         evaluated(0.5, folder)
 
 
-def test_a_model_that_is_read_needs_no_kernel_for_gradients() -> None:
-    """A run on a GPU may have asked for a GEMM that the CPU does not have."""
-    config = with_value(Case("gpt", dtype="bf16").config(), "kernels.weight_grad", "fused")
+@pytest.mark.parametrize(("name", "choice", "plain"), [("weight_grad", "fused", "separate"), ("graphs", "on", "off")])
+def test_a_model_that_is_read_needs_no_kernel_for_gradients(name: str, choice: str, plain: str) -> None:
+    """A run on a GPU may have asked for what the CPU does not have."""
+    config = with_value(Case("gpt", dtype="bf16").config(), f"kernels.{name}", choice)
     topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"kernels.weight_grad = fused does not run here"):
+    with pytest.raises(ConfigError, match=rf"kernels.{name} = {choice} does not run here"):
         open_kernels(config, topology)
-    assert open_kernels(for_reading(config), topology).choices.weight_grad == "separate"
+    assert getattr(open_kernels(for_reading(config), topology).choices, name) == plain
 
 
 def refusal(rank: int, case: Case, folder: Path) -> str:
