@@ -132,11 +132,8 @@ class Events:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Keep the events that are written in this `with` block. The ledger's observers do not hear of them."""
-        observers, self._ledger.observers = self._ledger.observers, ()
-        try:
+        with self._ledger.unheard():
             yield
-        finally:
-            self._ledger.observers = observers
         self._events = self._ledger.events[self._start :]
 
     def repeat(self) -> None:

@@ -88,9 +88,17 @@ class Ledger:
     """
 
     def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:
-        self.observers = tuple(observers)
+        self.observers = list(observers)
         self.events: list[Event] = []
         self.num_calls = 0
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Notify no observer of what is written in this `with` block, as while a CUDA graph is recorded."""
+        all_observers = self.observers[:]
+        self.observers.clear()
+        yield
+        self.observers.extend(all_observers)
 
     def reset(self) -> None:
         """Delete all events and number calls from 0 again."""
