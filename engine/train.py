@@ -21,7 +21,6 @@ from triaxis.engine.config.quantities.plan import batch_plan, local_seq_length, 
 from triaxis.engine.config.quantities.state_plan import layout_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.device.allocator import retry_counter
-from triaxis.engine.graphs import Graphs
 from triaxis.engine.kernels.registry import Kernels, open_kernels
 from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.shard_spec import REDUCE_AXES
@@ -35,6 +34,7 @@ from triaxis.engine.pipeline.executor import Executor, InstructionObserver
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.pipeline.programs import Programs
 from triaxis.engine.pipeline.work import WorksOf, eager_works
+from triaxis.engine.run.cuda_graphs import CudaGraphs
 from triaxis.engine.run.garbage import GarbageCollection
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.run.validation import StepSource, Validation, ValidationObserver
@@ -152,7 +152,7 @@ def build(
 
     works: WorksOf = eager_works
     if kernels.choices.graphs == "on":
-        works = graphs = Graphs(buffers, topology.ledger)
+        works = graphs = CudaGraphs(buffers, topology.ledger)
         topology.before_close(graphs.release)
     activation_shape = (local_seq_length(config), config.train.micro_batch_size, model.hidden_size)
     return Engine(

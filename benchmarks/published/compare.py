@@ -282,7 +282,7 @@ def held_bytes(config: Config, sizes: ParallelSizes, how: Implementation, memo: 
 def lines(found: Comparison) -> Iterator[str]:
     """Yield the report, a line each."""
     rows = [_cells(row) for row in found.rows if row.predicted is not None and row.run.is_timed]
-    yield from _aligned([("line", "model", "gpus", "layout", "predicted s", "published s", "error", ""), *rows])
+    yield from aligned([("line", "model", "gpus", "layout", "predicted s", "published s", "error", ""), *rows])
     if others := [row for row in found.rows if not row.is_scored]:
         yield "not scored:"
         yield from (f"  line {row.run.line} {row.run.name} on {row.run.gpu_type}: {row.unscored}" for row in others)
@@ -339,12 +339,13 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _aligned(table: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(cells[place]) for cells in table) for place in range(len(table[0]))]
+def aligned(table: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the rows of a table: four columns of words, numbers, and a last column that is free."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for cells in table:
         left = [cell.ljust(width) for cell, width in zip(cells[:4], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(cells[4:7], widths[4:], strict=False)]
-        yield "  ".join([*left, *right, cells[7]]).rstrip()
+        right = [cell.rjust(width) for cell, width in zip(cells[4:-1], widths[4:], strict=False)]
+        yield "  ".join([*left, *right, cells[-1]]).rstrip()
 
 
 def _by_software(rows: Iterable[Row]) -> Iterator[str]:

@@ -12,7 +12,7 @@ measured with this engine.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.published.compare import Row
+from benchmarks.published.compare import Row, aligned
 from benchmarks.published.runs import setup_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
@@ -92,9 +92,5 @@ def lines(found: Sequence[Losses]) -> Iterator[str]:
             words = str(run.line), run.name, run.words["gpus"], run.layout, f"{run.seconds:.4g}", f"{one.seconds:.4g}"
             table.append((*words, *(f"{abs(round(one.shares[name], 2)):.0%}" for name in SHARES), one.note))
     yield "predicted step of this engine in published layouts, and the shares of it:"
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for cells in table:
-        left = [cell.ljust(width) for cell, width in zip(cells[:4], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(cells[4:-1], widths[4:], strict=False)]
-        yield "  ".join([*left, *right, cells[-1]]).rstrip()
+    yield from aligned(table)
     yield from (f"  line {one.row.run.line} {one.row.run.name}: {one.lacks}" for one in found if one.lacks)

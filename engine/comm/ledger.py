@@ -97,8 +97,10 @@ class Ledger:
         """Notify no observer of what is written in this `with` block, as while a CUDA graph is recorded."""
         all_observers = self.observers[:]
         self.observers.clear()
-        yield
-        self.observers.extend(all_observers)
+        try:
+            yield
+        finally:
+            self.observers.extend(all_observers)
 
     def reset(self) -> None:
         """Delete all events and number calls from 0 again."""

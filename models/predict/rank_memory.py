@@ -366,7 +366,7 @@ def _most_activations(held: Sequence[_Held], peaks: Sequence[PeakMoment]) -> tup
 
 
 def _in_pools(held: Sequence[_Held], peaks: Sequence[PeakMoment], *, has_gathers: bool) -> int:
-    """Compute the bytes of the memory pools of CUDA graphs (`triaxis.engine.graphs`): one for each live microbatch.
+    """Compute the bytes of the memory pools of CUDA graphs (`triaxis.engine.run.cuda_graphs`): one for each live microbatch.
 
     A pool is as large as the peak of a microbatch that uses it. With `has_gathers`, a step's first microbatch runs without a graph
     and takes other memory.

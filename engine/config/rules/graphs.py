@@ -1,4 +1,4 @@
-"""What a step with CUDA graphs must not do (`engine/graphs.py`): a graph keeps its recording's numbers and addresses."""
+"""What a step with CUDA graphs must not do (`engine/run/cuda_graphs.py`): a graph keeps its recording's numbers and addresses."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -66,15 +66,20 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "does not go with kernels.experts = loop: the host reads how many rows each expert gets",
         {"kernels.experts": ["auto", "grouped"]},
     ),
-    _with_graphs(
-        lambda c: "te" not in (c.kernels.linear, c.kernels.attention),
-        "is not tried with kernels of Transformer Engine, which keep workspaces of their own",
-        {"kernels.linear": ["torch"], "kernels.attention": ["auto"]},
-    ),
-    _with_graphs(
-        lambda c: c.precision.fp8 is None or c.precision.fp8.backend != "te",
-        "is not tried with kernels of Transformer Engine, which keep workspaces of their own",
-        {"precision.fp8.backend": ["torch"]},
+    *(
+        _with_graphs(
+            is_met, "is not tried with kernels of Transformer Engine, which keep workspaces of their own", others
+        )
+        for is_met, others in (
+            (
+                lambda c: "te" not in (c.kernels.linear, c.kernels.attention),
+                {"kernels.linear": ["torch"], "kernels.attention": ["auto"]},
+            ),
+            (
+                lambda c: c.precision.fp8 is None or c.precision.fp8.backend != "te",
+                {"precision.fp8.backend": ["torch"]},
+            ),
+        )
     ),
     _with_graphs(
         lambda c: c.runtime.collectives != "gloo",

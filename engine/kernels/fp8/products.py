@@ -83,16 +83,16 @@ class Fp8:
 
         The shapes are a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`.
         """
-        is_fast = in_forward and self.recipe.is_tensorwise
         if self.backend == "emulated":
             return emulated_product(a, b, bias, dtype)
         a, b = self._in_rows(a), self._in_rows(b)
+        is_tensorwise = self.recipe.is_tensorwise
+        is_fast = in_forward and is_tensorwise
         if self.te is not None:
-            is_tensorwise = self.recipe.is_tensorwise
             return self.te.fp8_product(a, b, bias, dtype, is_tensorwise=is_tensorwise, is_fast=is_fast)
         # A GEMM with an fp32 result takes no bias, so the bias is added afterwards.
         is_beside = bias is not None and dtype == accumulation_dtype(dtype)
-        multiply = partial(scaled_product, is_fast=is_fast) if self.recipe.is_tensorwise else block_product
+        multiply = partial(scaled_product, is_fast=is_fast) if is_tensorwise else block_product
         product = multiply(a, b, None if is_beside else bias, dtype)
         return product.add_(bias) if is_beside and bias is not None else product
 

@@ -184,6 +184,19 @@ def test_a_step_is_host_bound_if_its_calls_outlast_the_devices_work() -> None:
     assert behind.seconds == pytest.approx(4 * behind.calls * 1e-2 + behind.components["optimizer"], rel=1e-3)
 
 
+@pytest.mark.parametrize(("dp", "posted"), [(1, 0), (2, 1)])
+def test_with_graphs_the_host_posts_the_calls_of_one_microbatch_at_most(dp: int, posted: int) -> None:
+    """The first, where weights are gathered under its forward; it has no graph."""
+    config = layout(dp=dp, microbatches=4, model={**WIDE, "num_layers": 8})
+    device = replace(load_device("H100-SXM-80GB"), host_us=1e4)
+    estimator, sizes = Estimator(cluster_of(f"{dp}xH100"), device=device), parallel_sizes(config)
+    eager, graphs = (
+        estimator.closed_form(with_value(config, "kernels.graphs", choice), sizes).components["host"]
+        for choice in ("off", "on")
+    )
+    assert eager > 0 and graphs == pytest.approx(posted * eager / 4)
+
+
 def test_an_update_whose_state_is_in_host_memory_is_as_long_as_its_copies() -> None:
     config = layout(tp=2, pp=2, dp=2, model={**WIDE, "num_layers": 16})
     state, updated = 12 * num_parameters(config.model) / 8, step(config).components["optimizer"]

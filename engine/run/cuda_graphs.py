@@ -175,7 +175,7 @@ class _Recorded:
         self.events.repeat()
 
 
-class Graphs:
+class CudaGraphs:
     """The graphs of one rank's chunks, recorded when they are first needed (a `WorksOf`).
 
     Runs with a function that watches each gradient call each operator. So does a chunk's first microbatch if weights are gathered:
@@ -293,7 +293,7 @@ class Graphs:
 class _GraphedWork:
     """The works of microbatches of one kind (`Work`)."""
 
-    graphs: Graphs
+    graphs: CudaGraphs
     work: EagerWork
     place: Place
     slot: _Slot

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triaxis.engine.comm.ledger import Event, Ledger, WaitObserver
-from triaxis.engine.graphs import Ends, Events, places
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action
 from triaxis.engine.pipeline.lowering import lower
+from triaxis.engine.run.cuda_graphs import Ends, Events, places
 
 NAMES = ("1f1b", "gpipe", "interleaved", "zb_h1", "zbv")
 
