@@ -18,8 +18,9 @@ def weight_gradients_take_the_operands_of_the_latest_microbatch() -> None:
 
     def late_binding(self: Any, action: Action) -> None:
         backward(self, action)
-        latest = self.deferred[action.chunk, action.microbatch]
-        self.deferred = {place: list(latest) for place in self.deferred}
+        latest = self.begun[action.chunk, action.microbatch]._deferred
+        for work in self.begun.values():
+            work._deferred = list(latest)
 
     _Run.backward = late_binding  # type: ignore[method-assign]
 

@@ -22,10 +22,10 @@ def waiting_after_each(rank: int, case: Case) -> Waiting:
 
     def watched(self: Any, action: Action) -> None:
         backward(self, action)
-        work = self.deferred[action.chunk, action.microbatch]
+        work = self.begun[action.chunk, action.microbatch]
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for each in work
+            for each in work._deferred
             for tensor in (each.part, each.other)
         }
         found.append((action, sum(storages.values())))
