@@ -93,6 +93,11 @@ def add_arguments(parser: CommandParser) -> None:
     )
     add_world_size(parser, "ranks of each layout whose dp is open (default: the GPUs; on a CPU one replica)")
     parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="trace one more step, and print calls and time of a layer beside the prediction",
+    )
+    parser.add_argument(
         "--ranks",
         type=_numbers,
         metavar="N,N,...",
@@ -147,7 +152,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.ranks is not None and len(args.ranks) != 1:
         yield f"--device with --ranks {','.join(map(str, args.ranks))}: a device has one number of ranks that share it. Name one."
     config = [] if args.config is None else [str(args.config)]
-    if of_config := [*config, *args.overrides, *typed(args, "layouts", "json", "world_size", "dry_run")]:
+    if of_config := [*config, *args.overrides, *typed(args, "layouts", "json", "world_size", "profile", "dry_run")]:
         yield f"--device with {', '.join(of_config)}: the device is measured without a model. Leave one out."
     if args.output is None:
         yield "--device without --output: the rates would be lost. Give the device's file, such as --output this_machine.yaml."
@@ -254,7 +259,7 @@ def _try(
 ) -> LayoutResult | Failed | None:
     """Train one layout, and return its measurements or why it failed. A dry run only prints how it would start."""
     try:
-        path = write_config(args.config, (*args.overrides, *change), args.steps, folder, name, os.environ)
+        path = _written(args, change, folder, name)
         if not args.dry_run:
             return try_layout(path, label, folder / f"{name}.log")
         show_plan(path)
@@ -264,6 +269,11 @@ def _try(
     except TriaxisError as error:
         return refused(label, error)
     return None
+
+
+def _written(args: argparse.Namespace, change: Sequence[str], folder: Path, name: str) -> Path:
+    overrides = (*args.overrides, *change)
+    return write_config(args.config, overrides, args.steps, folder, name, os.environ, profiles=args.profile)
 
 
 def _print_outcome(outcome: LayoutResult | Failed) -> None:
@@ -291,6 +301,7 @@ def _words(args: argparse.Namespace, layouts: str | None) -> list[str]:
     options += [] if layouts is None else ["--layouts", layouts]
     options += [] if args.ranks is None else ["--ranks", ",".join(map(str, args.ranks))]
     options += [] if args.world_size is None else ["--gpus", str(args.world_size)]
+    options += ["--profile"] if args.profile else []
     return ["triaxis", "bench", str(args.config), *options, *args.overrides]
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import yaml
 
@@ -35,8 +36,10 @@ from triaxis.engine.telemetry.timing.time_split import PARTS
 from triaxis.launch.start.launcher import LaunchPlan, Request, launch, make_plan
 from triaxis.launch.start.process.failure import AFTER
 from triaxis.launch.start.world import TooFewGpusError
+from triaxis.launch.tuning.layer_costs import LayerCosts, Pass, measured_costs, predicted_costs
 from triaxis.launch.verify.run import without_layout_variables
 from triaxis.models.predict.rank_memory import predicted_memory
+from triaxis.models.predict.step_time.cluster import cluster_of_devices
 
 LEAST_STEPS = 3
 """Fewest steps: the first warms up and the last step's line has no split of that step, so three steps leave one split step."""
@@ -67,6 +70,19 @@ class FullestRank:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """Costs of the mean layer of rank 0 on a microbatch.
+
+    Attributes:
+        measured: costs by pass; None: CUDA graphs were replayed, and no layer was called.
+        predicted: costs of all passes; None: no rates of the device or the dtype are known.
+    """
+
+    measured: Mapping[Pass, LayerCosts] | None
+    predicted: LayerCosts | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutResult:
     """Results for a layout that was trained.
 
@@ -81,6 +97,7 @@ class LayoutResult:
         memory: memory of the rank that held most.
         time: share of the step time by part (`PARTS`), over all ranks, in the run's last time split; they add up to 1.
         loss: last step's loss, nats per token.
+        layer: costs of a layer in a further step that was traced; None: no step was.
     """
 
     config: Config
@@ -97,6 +114,7 @@ class LayoutResult:
     memory: FullestRank
     time: Mapping[str, float]
     loss: float
+    layer: LayerProfile | None = None
 
     @property
     def tokens_per_second_per_rank(self) -> float:
@@ -131,7 +149,14 @@ def rank_outcomes(outcomes: Sequence[LayoutResult | Failed]) -> tuple[list[Layou
 
 
 def write_config(
-    path: Path, overrides: Sequence[str], num_steps: int, folder: Path, name: str, variables: Mapping[str, str]
+    path: Path,
+    overrides: Sequence[str],
+    num_steps: int,
+    folder: Path,
+    name: str,
+    variables: Mapping[str, str],
+    *,
+    profiles: bool = False,
 ) -> Path:
     """Write the config for a short run, and return its path.
 
@@ -140,6 +165,7 @@ def write_config(
         num_steps: number of steps to train.
         folder: folder for the config and the run directory.
         name: the run's name.
+        profiles: whether rank 0 traces a further step.
 
     Raises:
         ConfigError: all problems of the configuration at once.
@@ -147,10 +173,12 @@ def write_config(
     asked = load_config(path, overrides, variables)
     tree = asked.model_dump(mode="json")
     tree["data"] = {"synthetic": True}
-    as_a_run(tree, num_steps)
+    as_a_run(tree, num_steps + profiles)
     tree["optimizer"] |= CONSTANT_RATE
-    # One line at the end, whose split covers all steps but the first.
+    # One line at the end, whose split covers all steps but the first. A traced step is slow, and has a line of its own.
     tree["telemetry"] = {"log_interval": num_steps, "peak_tflops": asked.telemetry.peak_tflops}
+    if profiles:
+        tree["telemetry"]["profile"] = {"start": num_steps + 1, "steps": 1}
     tree["checkpoint"] = {"interval": "never"}
     tree["runtime"] |= {"runs_dir": str(folder), "name": name}
     written = folder / f"{name}.yaml"
@@ -208,7 +236,9 @@ def read_measured(plan: LaunchPlan) -> LayoutResult:
     config, name = plan.config, plan.config.runtime.name
     assert name is not None, "write_config gives it one"
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
-    steps = read_records(directory.metrics).records
+    steps, profile = read_records(directory.metrics).records, config.telemetry.profile
+    if profile is not None:
+        steps = [step for step in steps if step["step"] < profile.start]
     details = {event.kind: event.details for event in read_events(directory.path).events}
     started = details["attempt_started"]["layout"]
     first = 1 + max(1, len(steps) // WARM_UP_SHARE)
@@ -234,7 +264,14 @@ def read_measured(plan: LaunchPlan) -> LayoutResult:
         memory=_memory(config, plan.sizes, details["finished"]["peak_memory_bytes"]),
         time={part: split[f"{part}_seconds"] / split["step_seconds"] for part in PARTS},
         loss=last["loss"],
+        layer=None if profile is None else _profiled(plan, directory.profile(0, profile), started),
     )
+
+
+def _profiled(plan: LaunchPlan, trace: Path, started: Mapping[str, Any]) -> LayerProfile:
+    nodes = started["nodes"]
+    cluster = cluster_of_devices(started["device"], nodes, -(-plan.sizes.world_size // nodes))
+    return LayerProfile(measured_costs(trace), predicted_costs(plan.config, plan.sizes, cluster))
 
 
 def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> FullestRank:

@@ -19,6 +19,7 @@ from triaxis.engine.telemetry.outlets.format import in_bytes, significant
 from triaxis.engine.telemetry.record.flops import CONVENTION, convention
 from triaxis.engine.telemetry.record.peaks import PeakRate, known_peak
 from triaxis.launch.pictures.tables import aligned
+from triaxis.launch.tuning.layer_costs import LayerCosts
 from triaxis.launch.tuning.layouts import Failed, LayoutResult, rank_outcomes
 from triaxis.models.specs import num_parameters
 
@@ -121,7 +122,9 @@ def to_text(tried: Tried) -> str:
     measured, failed = rank_outcomes(tried.outcomes)
     lines = list(_named(_asked(tried, measured)))
     if measured:
-        lines += ["", *_table(tried, measured), "", *_times(measured), "", *_named(_meanings(tried, measured))]
+        lines += ["", *_table(tried, measured), "", *_times(measured)]
+        lines += ["", *_layers(measured)] if any(one.layer is not None for one in measured) else []
+        lines += ["", *_named(_meanings(tried, measured))]
     if failed:
         lines += ["", "not trained:"]
         for one in failed:
@@ -206,6 +209,26 @@ def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
             f"{part.removeprefix('exposed_')} {share:.1%}" for part, share in one.time.items() if share >= LEAST_SHARE
         )
         yield f"{place}.  {shares}"
+
+
+def _layers(measured: Sequence[LayoutResult]) -> Iterator[str]:
+    """Yield a table of the costs of a layer in each layout."""
+    yield "a layer and a microbatch, traced on rank 0:"
+    calls, times = ("calls", ("host us", "device us")) if measured[0].is_gpu else ("operators", ("us",))
+    rows = [("", "", calls, *times)]
+    for place, one in enumerate(measured, start=1):
+        assert one.layer is not None, "all layouts are traced, or none"
+        costs = {} if one.layer.measured is None else dict(one.layer.measured)
+        named: list[tuple[str, LayerCosts | None]] = [*costs.items()]
+        if not costs:
+            named.append(("no layer is called: graphs are replayed", None))
+        if one.layer.predicted is not None:
+            named.append(("both, predicted", one.layer.predicted))
+        for number, (name, cost) in enumerate(named):
+            cells = [] if cost is None else [cost.host_us, cost.device_us][-len(times) :]
+            numbers = ["" if cost is None else f"{cost.calls:,.0f}", *(f"{each:,.0f}" for each in cells)]
+            rows.append(("" if number else f"{place}.", name, *numbers, *[""] * (len(times) - len(cells))))
+    yield from aligned(rows, left=(0, 1))
 
 
 def to_json(tried: Tried) -> dict[str, object]:

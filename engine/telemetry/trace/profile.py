@@ -2,6 +2,7 @@
 
     | data |            forward_backward            | optimizer | checkpoint |        loop parts
            | 0F0 | post | 0F1 | 0B0 | post | ...                                      instructions in the rank's program
+           | layers.0 | layers.1 | ...                                                layers in an instruction
 
 A trace opens in https://ui.perfetto.dev or chrome://tracing. Traced steps run slower, so do not report their times.
 """
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from triaxis.engine.config.schema.telemetry import ProfileConfig
 from triaxis.engine.pipeline.lowering import Instruction, Post
 from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
+from triaxis.engine.telemetry.trace.layer_ranges import LayerRanges
 
 POST = "post"
 """Range name for a group call; its sends and receives are inside."""
@@ -46,6 +48,7 @@ class StepProfiler(StepWatcher):
         self.on_written: Callable[[Path], None] = lambda path: None
         self._profile: profile | None = None
         self._ranges: list[record_function] = []
+        self._layers = LayerRanges()
 
     def begin(self, steps_made: int) -> None:
         """Set the number of completed steps to `steps_made`. A trace is written once, even if steps are repeated."""
@@ -62,6 +65,7 @@ class StepProfiler(StepWatcher):
                 # `acc_events`: torch 2.11 warns at the start of a trace's only cycle without it.
                 self._profile = profile(activities=self._activities, acc_events=True)
                 self._profile.start()
+                self._layers.open()
             elif self._step not in self._steps:
                 self.close()
         if self._profile is not None:
@@ -72,6 +76,7 @@ class StepProfiler(StepWatcher):
         """End the previous instruction's range and begin this instruction's."""
         if self._profile is None:
             return
+        self._layers.end()
         self._leave_to(1)
         if instruction is not None:
             self._enter_range(instruction_name(instruction))
@@ -80,6 +85,7 @@ class StepProfiler(StepWatcher):
         """Write the open trace, if any. If writing fails, print the error to standard error and go on."""
         if self._profile is None:
             return
+        self._layers.close()
         self._leave_to(0)
         done, self._profile = self._profile, None
         done.stop()

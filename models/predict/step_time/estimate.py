@@ -149,6 +149,10 @@ class Estimator:
         ideal = Estimator(cluster, self.implementation, expert_load=self.expert_load, device=device)
         return (1 - ROUNDING) * _Step(ideal, config, sizes, None, memo.setdefault("ideal", {})).least_work()
 
+    def mean_layer(self, config: Config, sizes: ParallelSizes) -> Seconds:
+        """Time a microbatch in the mean layer of the first pipeline rank; errors are those of `closed_form`."""
+        return _Step(self, config, sizes, None).mean_layer()
+
     def costs(self, config: Config, sizes: ParallelSizes, documents: DocumentStatistics | None = None) -> Costs:
         """Compute the seconds of each stage's actions and of a transfer between stages, for the schedule simulator."""
         return _Step(self, config, sizes, documents).costs()
@@ -252,6 +256,12 @@ class _Step:
         if self.implementation.scatter_gather and t > 1:
             return link.seconds(whole / t) + self.links.of_axes("tp").seconds(whole * (t - 1) / t)
         return link.seconds(whole)
+
+    def mean_layer(self) -> Seconds:
+        layers = tuple(chain.from_iterable(one.layers for one in self.cut.ranks[0][1]))
+        mean, whole = Seconds(), self._timer.stage(Contents(layers, has_embedding=False, has_head=False, num_mtp=0))
+        mean.add(whole.seconds, 1 / len(layers))
+        return mean
 
     def costs(self) -> Costs:
         """Compute the seconds of each stage's actions and of a transfer; 0 for a transfer that the actions already include."""

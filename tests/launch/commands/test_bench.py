@@ -20,9 +20,11 @@ from triaxis.launch.start import launcher
 from triaxis.launch.start.launcher import Request
 from triaxis.launch.start.world import Gpus
 from triaxis.launch.tuning import layouts as try_layouts
+from triaxis.launch.tuning.layer_costs import LayerCosts, Pass
 from triaxis.launch.tuning.layouts import (
     Failed,
     FullestRank,
+    LayerProfile,
     LayoutResult,
     rank_outcomes,
     reason_of,
@@ -49,7 +51,7 @@ MACHINE = MachineRecord(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_layouts_are_trained_and_ranked(tmp_path: Path) -> None:
-    words = ("bench", str(TINY), "--steps", "3", "--layouts", "tp=2;pp=2;tp=3", "--output", "tried.json")
+    words = ("bench", str(TINY), "--steps", "3", "--layouts", "tp=2;pp=2;tp=3", "--profile", "--output", "tried.json")
     ended = run(tmp_path, *TRIAXIS, *words, *SMALL, "telemetry.peak_tflops=0.001", RUN_NAME="mine")
     assert ended.exit_code == 0, ended.err
     # The block alone goes to stdout: what the runs say does not.
@@ -66,7 +68,10 @@ def test_two_layouts_are_trained_and_ranked(tmp_path: Path) -> None:
     assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 0
     for one in tried["layouts"]:
         config = load_config(TINY, [*SMALL, "parallel.vpp=1", f"parallel.pp={one['config']['parallel']['pp']}"])
+        # The traced step is a fourth.
         assert one["num_ranks"] == 2 and (one["first_step"], one["last_step"]) == (2, 3)
+        costs = one["layer"]["measured"]
+        assert costs["backward"]["calls"] > costs["forward"]["calls"] > 20 and one["layer"]["predicted"] is None
         assert sum(one["time"].values()) == pytest.approx(1)
         flops = model_flops_per_token(config.model)
         assert one["model_tflops"] == pytest.approx(flops * one["tokens_per_second_per_rank"] / 1e12, rel=1e-6)
@@ -131,6 +136,24 @@ def test_the_block_says_everything_that_a_number_needs() -> None:
     ):
         assert part in text, text
     assert "bubble" not in text
+
+
+def test_the_costs_of_a_layer_have_their_prediction_below() -> None:
+    costs: dict[Pass, LayerCosts] = {"forward": LayerCosts(10, 240, 1250.4), "backward": LayerCosts(19, 510, 2500)}
+    traced = replace(measured(3000.0, 4), layer=LayerProfile(costs, LayerCosts(27, 810, 3600)))
+    replayed = replace(measured(2000.0, 2), layer=LayerProfile(None, None))
+    assert """
+a layer and a microbatch, traced on rank 0:
+                                             calls  host us  device us
+1.  no layer is called: graphs are replayed
+2.  forward                                     10      240      1,250
+    backward                                    19      510      2,500
+    both, predicted                             27      810      3,600
+""" in to_text(tried(traced, replayed))
+    assert json.loads(json.dumps(to_json(tried(replayed))))["layouts"][0]["layer"] == {
+        "measured": None,
+        "predicted": None,
+    }
 
 
 def test_without_a_peak_there_is_no_mfu() -> None:

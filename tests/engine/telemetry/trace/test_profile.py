@@ -17,6 +17,7 @@ from tests.parity.test_step_properties import build_rank
 from triaxis.engine.config.schema.telemetry import ProfileConfig
 from triaxis.engine.pipeline.lowering import Post
 from triaxis.engine.run.step_parts import StepPart
+from triaxis.engine.telemetry.trace.layer_ranges import LAYER
 from triaxis.engine.telemetry.trace.profile import POST, StepProfiler
 
 PARTS = (StepPart.DATA, StepPart.FORWARD_BACKWARD, StepPart.OPTIMIZER)
@@ -100,8 +101,7 @@ def test_ranges_are_the_instructions_of_the_rank_in_their_order(tmp_path: Path) 
     case = Case("gpt", pp=2, vpp=2, global_batch_size=4)
     for rank, expected in enumerate(run_ranks(trace_a_step, 2, case, str(tmp_path))):
         path = tmp_path / f"{rank}.json.gz"
-        (data, *instructions) = ranges_of(path)
-        (part, *instructions) = instructions
+        data, part, *instructions = (each for each in ranges_of(path) if not LAYER.fullmatch(each[0]))
         assert (data[0], part[0]) == ("data", "forward_backward")
         assert [name for name, _, _ in instructions] == expected
         assert "0F0" in expected and "1B3" in expected
@@ -110,3 +110,22 @@ def test_ranges_are_the_instructions_of_the_rank_in_their_order(tmp_path: Path) 
         # Work is inside the range that caused it.
         backward = next(each for each in instructions if each[0] == "1B0")
         assert any(name == "aten::mm" and backward[1] <= start <= backward[2] for name, start, _ in operators_of(path))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recompute", [None, ("full", "uniform", 1)])
+def test_layers_have_ranges_in_their_order(tmp_path: Path, recompute: tuple[str, str, int] | None) -> None:
+    """In a forward from the first on, in a backward from the last; a forward that is recomputed comes before its backward."""
+    case = Case("gpt", num_layers=3, global_batch_size=2, **({} if recompute is None else {"recompute": recompute}))
+    run_ranks(trace_a_step, 1, case, str(tmp_path))
+    ranges = ranges_of(tmp_path / "0.json.gz")
+    layers = [each for each in ranges if LAYER.fullmatch(each[0])]
+    for _, start, end in (each for each in ranges if each[0] in ("0F0", "0F1")):
+        assert [name for name, begun, _ in layers if start <= begun <= end] == [f"layers.{n}" for n in range(3)]
+    times = 1 if recompute is None else 2
+    for _, start, end in (each for each in ranges if each[0] in ("0B0", "0B1")):
+        found = [each for each in layers if start <= each[1] <= end]
+        assert [name for name, _, _ in found] == [f"layers.{n}" for n in (2, 1, 0) for _ in range(times)]
+        assert all(after <= begun for (_, _, after), (_, begun, _) in pairwise(found))
+    assert len(layers) == 2 * 3 * (1 + times)
+    assert len(torch.nn.modules.module._global_forward_hooks) == 0

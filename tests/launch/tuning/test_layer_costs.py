@@ -1,0 +1,92 @@
+"""Costs of a layer from a trace: which launches and times count, and where."""
+
+import gzip
+import json
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.predict.step_time.layouts import layout
+from triaxis.engine.config.quantities.plan import parallel_sizes
+from triaxis.engine.config.schema.dotted import with_value
+from triaxis.launch.tuning.layer_costs import LayerCosts, measured_costs, predicted_costs
+from triaxis.models.predict.step_time.cluster import cluster_of
+
+MAIN, AUTOGRAD = 1, 2
+
+
+def event(cat: str, name: str, ts: float, dur: float, tid: int = MAIN, number: int = 0) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": {"correlation": number}}
+
+
+def named(name: str, ts: float, dur: float, tid: int = MAIN) -> dict[str, Any]:
+    return event("user_annotation", name, ts, dur, tid)
+
+
+RANGES = [
+    *(named("forward_backward", 0, 900), named("0F0", 0, 100), named("layers.0", 10, 30), named("layers.1", 50, 40)),
+    # A forward that is recomputed, and one inside of a backward.
+    *(named("0I0", 200, 300), named("layers.1", 210, 20, AUTOGRAD), named("layers.1", 240, 100, AUTOGRAD)),
+    *(named("layers.0", 350, 60, AUTOGRAD), named("layers.0", 360, 20, AUTOGRAD)),
+    named("0W0", 600, 80),
+]
+LAUNCHES = [
+    # Of the embedding, of layers, of the head.
+    *((5, MAIN, 7.0), (15, MAIN, 100.0), (55, MAIN, 200.0), (95, MAIN, 9.0)),
+    *((205, AUTOGRAD, 9.0), (215, AUTOGRAD, 200.0), (250, AUTOGRAD, 400.0), (365, AUTOGRAD, 100.0)),
+    # Of this thread while autograd's runs a layer; of deferred weight gradients; of the optimizer.
+    *((260, MAIN, 5.0), (610, MAIN, 50.0), (950, MAIN, 1000.0)),
+]
+
+
+def written(path: Path, events: list[dict[str, Any]]) -> Path:
+    path.write_bytes(
+        gzip.compress(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]}).encode())
+    )
+    return path
+
+
+def test_of_a_gpu_calls_count_where_they_are_launched(tmp_path: Path) -> None:
+    launched = [
+        each
+        for number, (ts, thread, device_us) in enumerate(LAUNCHES, start=1)
+        for each in (
+            event("cuda_runtime", "cudaLaunchKernel", ts, 2, thread, number),
+            event("kernel", "gemm", ts + 1000, device_us, 7, number),
+        )
+    ]
+    # A wait has no kernel, and what an operator does besides is no call.
+    others = [event("cuda_runtime", "cudaStreamWaitEvent", 16, 1, MAIN, 99), event("cpu_op", "aten::mm", 14, 5)]
+    found = measured_costs(written(tmp_path / "trace.json.gz", [*RANGES, *launched, *others]))
+    assert found == {
+        "forward": LayerCosts(2 / 2, (30 + 40) / 2, 300 / 2),
+        "backward": LayerCosts(4 / 2, (20 + 100 + 60 + 80) / 2, 750 / 2),
+    }
+
+
+def test_of_a_cpu_operators_without_others_count(tmp_path: Path) -> None:
+    operators = [
+        event("cpu_op", "aten::linear", 12, 20),
+        event("cpu_op", "aten::mm", 14, 15),
+        event("cpu_op", "gelu", 60, 4),
+    ]
+    found = measured_costs(written(tmp_path / "trace.json.gz", [*RANGES, *operators]))
+    assert found is not None and found["forward"] == LayerCosts(1, 35, 19 / 2)
+
+
+def test_where_graphs_are_replayed_no_layer_is_called(tmp_path: Path) -> None:
+    assert measured_costs(written(tmp_path / "trace.json.gz", [named("0F0", 0, 100)])) is None
+
+
+def test_the_prediction_is_that_of_a_step_without_its_ends() -> None:
+    """Two depths differ by layers; without rates, there is no prediction."""
+    cluster = cluster_of("8xH100")
+    configs = [layout(microbatches=4, model={"num_layers": layers}) for layers in (8, 16)]
+    found = [predicted_costs(config, parallel_sizes(config), cluster) for config in configs]
+    assert found[0] is not None and found[1] is not None and astuple(found[0]) == pytest.approx(astuple(found[1]))
+    assert found[0].host_us == found[0].calls * cluster.load_device().host_us
+    fp32 = with_value(configs[0], "precision.dtype", "fp32")
+    assert predicted_costs(fp32, parallel_sizes(fp32), cluster) is None
+    assert predicted_costs(configs[0], parallel_sizes(configs[0]), None) is None
