@@ -29,7 +29,7 @@ python=$(triaxis_python dev)
 cd "$triaxis_root"
 if [ -n "$stub" ]; then
   python=$("$python" tests/cuda_stub/environment.py)
-  tier=(--dist load -m "(cuda_stub or gpu) and not card and not slow")
+  tier=(--dist worksteal -m "(cuda_stub or gpu) and not card and not slow")
   [[ " ${arguments[*]}" == *" tests/"* ]] || arguments+=(tests/cuda_stub tests/engine tests/launch/footprint tests/launch/rank)
 fi
 export OMP_NUM_THREADS=1

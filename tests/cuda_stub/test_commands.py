@@ -48,6 +48,7 @@ def losses(folder: Path, name: str) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records(folder / "runs" / name / "metrics.jsonl")}
 
 
+@pytest.mark.slow
 def test_the_doctor_looks_at_two_cards(tmp_path: Path) -> None:
     out = said(tmp_path, "doctor", *SMALL, *layout(tp=2))
     assert re.search(r"0-1 +NVIDIA H100 80GB HBM3", out) and "nothing is out of line" in out
