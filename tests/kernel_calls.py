@@ -20,6 +20,7 @@ from triaxis.engine.context_parallel.deal import runs_of_ranks
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.activations import ActivationKernel
+from triaxis.engine.kernels.cudnn_attention import Cudnn
 from triaxis.engine.kernels.flash_attention import Varlen
 from triaxis.engine.kernels.fp8.products import open_fp8
 from triaxis.engine.kernels.fusion import Fusion
@@ -69,7 +70,7 @@ def bind(call: Call, schema: str) -> dict[str, Any]:
     def take(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip((each.name for each in parsed.arguments), args, strict=False)) | kwargs
         found.update({each.name: given.get(each.name, each.default_value) for each in parsed.arguments})
-        results = tuple(torch.empty(0) for _ in parsed.returns)
+        results = tuple(torch.empty(0) if str(each.type) == "Tensor" else 0 for each in parsed.returns)
         return results if len(results) > 1 else results[0]
 
     with torch.library._scoped_library("triaxis_bound", "FRAGMENT") as library, torch.no_grad():
@@ -153,6 +154,12 @@ def gpu_kernel(mask: Mask) -> Kernel[Any]:
     return Varlen(mask, 0.3)
 
 
+def _cudnn() -> None:
+    for mask in masks(META):
+        if mask.part is not None and mask.window is None and mask.documents is None:
+            attend_and_back(Cudnn(mask, 0.3), mask, torch.bfloat16, META)
+
+
 def _flash_for_cpu() -> None:
     for mask in masks(CPU):
         attend_and_back(CpuFlash(mask, 0.3), mask, torch.float32, CPU)
@@ -190,6 +197,8 @@ def _scaled_gemm() -> None:
 MAKERS: Mapping[str, Callable[[], None]] = {
     "_flash_attention_forward": _flash,
     "_flash_attention_backward": _flash,
+    "_scaled_dot_product_cudnn_attention": _cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn,
     "_scaled_dot_product_flash_attention_for_cpu": _flash_for_cpu,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_for_cpu,
     "gelu_backward.grad_input": _activations("gelu", "gelu_tanh", "geglu", "geglu_tanh"),

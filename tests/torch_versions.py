@@ -88,9 +88,22 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.ops.aten._fused_rms_norm_backward",
         "torch.ops.aten.native_layer_norm_backward",
     ),
+    "engine/telemetry/trace/layer_ranges.py": (
+        "torch.nn.modules.module.register_module_forward_hook",
+        "torch.nn.modules.module.register_module_forward_pre_hook",
+    ),
+    "engine/kernels/cudnn_attention.py": (
+        "torch.ops.aten._scaled_dot_product_cudnn_attention",
+        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward",
+    ),
     "engine/kernels/flash_attention.py": (
         "torch.ops.aten._flash_attention_backward",
         "torch.ops.aten._flash_attention_forward",
+    ),
+    "engine/kernels/flex_attention.py": (
+        "torch._higher_order_ops.flex_attention.flex_attention",
+        "torch._higher_order_ops.flex_attention.flex_attention_backward",
+        "torch.nn.attention.flex_attention.BlockMask",
     ),
     "engine/kernels/masked_attention.py": (
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",

@@ -3,6 +3,7 @@
     sdpa                       the kernel that torch chooses for the shapes (`attention_trials.chosen` names it)
     flash, cudnn, efficient    torch's backend of this name, and no other
     varlen                     flash attention on a GPU, with windows, documents, sinks and parts of rows
+    flex                       FlexAttention, compiled for a GPU, with windows, sinks and capped logits (`flex_attention.py`)
     te                         Transformer Engine's attention, with windows (`te_attention.py`)
     blocks                     plain operators on one block of queries at a time, on any device, with all features but dropout
     math                       torch's formula in plain operators, for decoding where no fused kernel runs
@@ -57,7 +58,7 @@ def attention(
         sinks: one logit per head [n] in the softmax's denominator, or None.
         te: Transformer Engine's attention, for the kernel `te`.
         drop: dropout on the probabilities, for the kernel `explicit`.
-        fusion: runs elementwise functions, for the kernel `blocks`.
+        fusion: runs elementwise functions, for the kernels `blocks` and `flex`.
 
     Raises:
         RuntimeError: the kernel does not support what the arguments ask for.

@@ -13,6 +13,7 @@ from triaxis.engine.config.values.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.attention import attention
+from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.kernels.te import how_to_install, open_te
 from triaxis.engine.kernels.te_attention import TeAttention
@@ -110,7 +111,8 @@ def chosen(shape: AttentionShape) -> str:
 def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
     q, k, v = (operand.requires_grad_() for operand in _operands(shape, num_queries=_TRIED_LENGTH))
     mask, options = _asked(shape)
-    return attention(kernel, q, k, v, mask, is_causal=True, **options)
+    fusion = Fusion("compiled") if ATTENTION_KERNELS[kernel].is_compiled else EAGER
+    return attention(kernel, q, k, v, mask, is_causal=True, fusion=fusion, **options)
 
 
 def _try_part(kernel: str, shape: AttentionShape) -> None:

@@ -39,6 +39,7 @@ class Fusion:
         self.is_compiled = form == "compiled"
         self.compile_seconds: list[float] = []
         self._compiled: dict[tuple[Callable[..., Any], Lengths], Callable[..., Any]] = {}
+        self._tables: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, function: Function, *, lengths: Lengths = "fixed") -> Function:
         """Return `function`, or its compiled form.
@@ -60,6 +61,15 @@ class Fusion:
         form: Any = self(function, lengths=lengths)
         # A form that others wrapped is called as any function.
         return form.bound(*arguments) if isinstance(form, inductor.CompiledFunction) else partial(form, *arguments)
+
+    def table(self, function: Callable[..., Any], *constants: Any) -> Any:
+        """Return what `function` makes of constants: tensors that compiled functions read, made once."""
+        if not self.is_compiled:
+            return function(*constants)
+        key = (function, *constants)
+        if key not in self._tables:
+            self._tables[key] = function(*constants)
+        return self._tables[key]
 
 
 EAGER = Fusion("eager")

@@ -9,8 +9,10 @@
 No [s, s] mask is built. Memory and FLOPs grow only with the visible keys. The kernels are exact:
 
     CpuFlash   torch's kernel for the CPU, in any dtype
+    Cudnn      cuDNN's attention for parts of a row on a GPU (`engine/kernels/cudnn_attention.py`)
     Blocks     plain operators on any device (`engine/kernels/block_attention.py`)
     Varlen     flash attention on a GPU (`engine/kernels/flash_attention.py`)
+    Flex       FlexAttention, compiled for a GPU (`engine/kernels/flex_attention.py`)
 """
 
 from collections.abc import Iterator, Sequence
@@ -233,14 +235,14 @@ def row_pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -
 class Kernel(Generic[AnyPiece]):
     """Attention without sinks, which computes consecutive queries piece by piece, with their visible keys.
 
-    The shapes are q [b, n, s, d], k, v [b, n_kv, s_k, d]. One kernel, `Blocks`, also takes values of another size than
+    The shapes are q [b, n, s, d], k, v [b, n_kv, s_k, d]. `Blocks` and `Flex` also take values of another size than
     the keys: v [.., d_v], with output [.., d_v].
 
     Args:
         mask: restriction on the visible keys beyond causality.
         scale: logit factor; None means d ** -0.5.
-        softcap: logit cap, or None; of the subclasses, only `Blocks` supports a cap.
-        fusion: runs the elementwise functions of `Blocks`.
+        softcap: logit cap, or None; of the subclasses, only `Blocks` and `Flex` support a cap.
+        fusion: runs the elementwise functions of `Blocks`, and `Flex`.
     """
 
     def __init__(self, mask: Mask, scale: float | None, softcap: float | None = None, fusion: Fusion = EAGER) -> None:
@@ -316,11 +318,10 @@ class Kernel(Generic[AnyPiece]):
         raise NotImplementedError
 
 
-class CpuFlash(Kernel[RowPiece]):
-    """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
+class FirstKeyAligned(Kernel[RowPiece]):
+    """A fused kernel whose causal mask is aligned with the first key.
 
-    The kernel's causal mask is aligned with the first key, so queries that begin later in their document need two calls. The
-    log-sum-exps weight the two outputs.
+    Queries that begin later in their document need two calls, and the log-sum-exps weight the two outputs.
     """
 
     def pieces(self, q: torch.Tensor, k: torch.Tensor) -> Iterator[RowPiece]:
@@ -330,19 +331,10 @@ class CpuFlash(Kernel[RowPiece]):
         self, piece: RowPiece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k[:, :, keys], v[:, :, keys], 0.0, is_causal, attn_mask=mask, scale=self.scale
-            )
+            self.call(q, k[:, :, keys], v[:, :, keys], mask, is_causal=is_causal)
             for keys, is_causal, mask in self._calls(piece, q)
         ]
-        if len(found) == 1:
-            return found[0]
-        (before, lse_before), (own, lse_own) = found
-        # The softmax over both key sets is each call's softmax times its share of the sum, exp(lse_i - lse).
-        lse = torch.logaddexp(lse_before, lse_own)
-        before, own = accumulate(before), accumulate(own)
-        out = before * (lse_before - lse).exp_().unsqueeze(-1) + own * (lse_own - lse).exp_().unsqueeze(-1)
-        return out.to(q.dtype), lse
+        return found[0] if len(found) == 1 else self.fusion(_joined)(*found[0], *found[1])
 
     def part_backward(
         self,
@@ -357,9 +349,7 @@ class CpuFlash(Kernel[RowPiece]):
         # Given the log-sum-exp over all keys, each call computes its own keys' probabilities among all keys.
         # `out` is also the output over all keys, as D = rowsum(dO O) requires.
         found = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(grad, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, is_causal), attn_mask=mask, scale=self.scale
-            )
+            self.call_backward(grad, q, k[:, :, keys], v[:, :, keys], out, lse, mask, is_causal=is_causal)
             for keys, is_causal, mask in self._calls(piece, q)
         ]
         if len(found) == 1:
@@ -367,9 +357,30 @@ class CpuFlash(Kernel[RowPiece]):
         of_q, of_k, of_v = zip(*found, strict=True)
         return of_q[0] + of_q[1], torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
 
+    def call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the output and its log-sum-exp [m, n, s]. `mask` is added to the logits [s, s_k]."""
+        raise NotImplementedError
+
+    def call_backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+    ) -> Tensors3:
+        """Compute the gradients for q, k and v of one call."""
+        raise NotImplementedError
+
     @staticmethod
     def _calls(piece: RowPiece, q: torch.Tensor) -> list[tuple[slice, bool, torch.Tensor | None]]:
-        """List a piece's torch calls, each as (keys, is causal, additive mask [queries, keys] or None)."""
+        """List a piece's calls, each as (keys, is causal, additive mask [queries, keys] or None)."""
         if piece.is_whole:
             return [(slice(None), False, None)]
         if piece.is_cut:
@@ -378,6 +389,46 @@ class CpuFlash(Kernel[RowPiece]):
             return [(slice(None), False, mask.masked_fill_(hidden, -torch.inf))]
         own = (slice(piece.position, None), True, None)
         return [own] if piece.position == 0 else [(slice(0, piece.position), False, None), own]
+
+
+def _joined(
+    before: torch.Tensor, lse_before: torch.Tensor, own: torch.Tensor, lse_own: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join attention over two sets of keys: outputs [m, n, s, d] and their log-sum-exps [m, n, s].
+
+    The softmax over both sets is each set's softmax times its share of the sum, exp(lse_i - lse).
+    """
+    lse = torch.logaddexp(lse_before, lse_own)
+    share_before, share_own = ((each - lse).exp_().unsqueeze(-1) for each in (lse_before, lse_own))
+    return (accumulate(before) * share_before + accumulate(own) * share_own).to(own.dtype), lse
+
+
+class CpuFlash(FirstKeyAligned):
+    """torch's fused kernel for the CPU, which takes any float dtype and an additive mask."""
+
+    def call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=mask, scale=self.scale
+        )
+        return found[0], found[1]
+
+    def call_backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        is_causal: bool,
+    ) -> Tensors3:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(grad, q, k, v, out, lse, 0.0, is_causal), attn_mask=mask, scale=self.scale
+        )
 
 
 def hidden_keys(like: torch.Tensor, queries: int, window: int | None) -> torch.Tensor:

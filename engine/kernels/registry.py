@@ -2,7 +2,7 @@
 
     kernels.      operation                                     choices                                   reference, in float64
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, varlen,
-                                                                te, blocks, explicit                          explicit
+                                                                flex, te, blocks, explicit                    explicit
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
     linear        GEMMs in linear layers                        torch, te                                 torch
@@ -35,7 +35,7 @@ from triaxis.engine.config.quantities.expert_rows import dispatch_of
 from triaxis.engine.config.schema.kernels import KernelsConfig
 from triaxis.engine.config.schema.moe import DispatchName
 from triaxis.engine.config.tree import Config
-from triaxis.engine.config.values.attention_kernels import ATTENTION_KERNELS, Auto
+from triaxis.engine.config.values.attention_kernels import ATTENTION_KERNELS, AttentionKernel, Auto
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.apex import Apex, apex_failure, apex_refusal, open_apex
 from triaxis.engine.kernels.attention_trials import (
@@ -88,6 +88,7 @@ class DeviceFacts:
         dtype: weight and activation dtype.
         main_grad_bytes: bytes per main-grad element.
         is_deterministic: value of `runtime.deterministic`.
+        may_compile: whether the configuration leaves elementwise functions to the compiler.
         pattern: features that the model's attention needs.
         dispatch: token dispatch that the configuration implies; None if the model has no experts.
     """
@@ -98,6 +99,7 @@ class DeviceFacts:
     dtype: torch.dtype
     main_grad_bytes: int
     is_deterministic: bool
+    may_compile: bool = True
     pattern: AttentionPattern = PLAIN
     dispatch: DispatchName | None = None
 
@@ -117,6 +119,7 @@ class DeviceFacts:
             dtype=dtype,
             main_grad_bytes=main_grad_dtype(dtype, config.precision.gradients).itemsize,
             is_deterministic=config.runtime.deterministic,
+            may_compile=config.kernels.elementwise != "eager",
             pattern=attention_pattern(config),
             dispatch=dispatch_of(config) if config.model.has_experts else None,
         )
@@ -212,14 +215,15 @@ def _fastest_attention(facts: DeviceFacts) -> str:
     return next(
         name
         for name, each in ATTENTION_KERNELS.items()
-        if each.auto is not None and device in each.has and asked <= each.has[device] and _takes(each.auto, facts)
+        if each.auto is not None and device in each.has and asked <= each.has[device] and _takes(each, each.auto, facts)
     )
 
 
-def _takes(auto: Auto, facts: DeviceFacts) -> bool:
+def _takes(kernel: AttentionKernel, auto: Auto, facts: DeviceFacts) -> bool:
     capability = facts.capability
     return (
-        (facts.dtype.itemsize == 2 or not auto.is_half)
+        (facts.may_compile or not kernel.is_compiled)
+        and (facts.dtype.itemsize == 2 or not auto.is_half)
         and (auto.capability is None or (capability is not None and capability >= auto.capability))
         and (not auto.capabilities or capability in auto.capabilities)
         and facts.torch_version >= auto.torch
@@ -236,10 +240,19 @@ class Trials:
     Attributes:
         failure: function (operation, choice), as in ("attention", "flash") -> the reason why this kernel does not run, or "".
         refusal: function (operation, choice, reason) -> the error message for a configured kernel that does not run.
+        pattern: features that the attention needs.
     """
 
     failure: Callable[[str, str], str]
     refusal: Callable[[str, str, str], str]
+    pattern: AttentionPattern = PLAIN
+
+    def slower(self, name: str, choice: str) -> str:
+        """Return the kernel to which `auto` falls if `choice` does not run."""
+        others = ORDER[name][ORDER[name].index(choice) + 1 :]
+        if name != "attention":
+            return others[0]
+        return next(one for one in others if not self.pattern.is_plain or ATTENTION_KERNELS[one].suits_plain)
 
 
 def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: AttentionShape | None = None) -> Trials:
@@ -280,7 +293,7 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
             return attention_refusal(choice, shape, reason)
         return tried[choice][1](reason)
 
-    return Trials(failure, refusal)
+    return Trials(failure, refusal, shape.pattern)
 
 
 def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Choices, list[str]]:
@@ -301,7 +314,7 @@ def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Ch
                 problems.append(trials.refusal(name, choice, reason))
             continue
         while choice in ORDER[name] and (reason := trials.failure(name, choice)):
-            slower = ORDER[name][ORDER[name].index(choice) + 1]
+            slower = trials.slower(name, choice)
             notes.append(f"{_label(name)}: {choice} does not run here (torch says: {reason}), so it is {slower}.")
             choice = slower
         taken[name] = choice

@@ -78,8 +78,8 @@ def latent_terms(config: Config, at: Sizes, kind: LayerKind, mla: MLAConfig, *, 
 def _pads_values(config: Config, mla: MLAConfig) -> bool:
     """Whether a fused kernel gets values padded to the key size, because the two sizes differ.
 
-    Every fused kernel needs equal sizes except `blocks`, which `auto` chooses for capped logits.
+    Every fused kernel needs equal sizes except `flex` and `blocks`, of which `auto` chooses one for capped logits.
     """
     kernel = config.kernels.attention
-    is_blocks = kernel == "blocks" or (kernel == "auto" and config.model.attention_softcap is not None)
-    return mla.v_head_dim != mla.qk_head_dim and not is_blocks
+    is_capped = kernel in ("flex", "blocks") or (kernel == "auto" and config.model.attention_softcap is not None)
+    return mla.v_head_dim != mla.qk_head_dim and not is_capped

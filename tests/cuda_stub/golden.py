@@ -56,7 +56,7 @@ ROWS: Mapping[str, tuple[str, int, str]] = {
 """A configuration of configs/, the ranks of the run, and settings."""
 
 KINDS = ("product", "attention", "compiled", "copy", "fill", "other", "NCCL")
-KERNELS = {"attention": "^cudnn|flash", "compiled": "^triton_", "product": "^cublas|GemmUniversal"}
+KERNELS = {"attention": "^cudnn|flash|flex", "compiled": "^triton_", "product": "^cublas|GemmUniversal"}
 """Patterns of kernels' names; the first that fits."""
 
 NOTES = "\nnotes\n"

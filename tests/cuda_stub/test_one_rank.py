@@ -53,6 +53,12 @@ CASES = {
     "fp8 by blocks": ("gpt_tiny", [BF16, "precision.fp8.recipe=blockwise"], HOPPER, COARSE),
     "offload": ("gpt_tiny", [BF16, "offload.num_layers=2", "offload.min_bytes=1"], HOPPER, IN_BF16),
     "recomputed": ("gpt_tiny", [BF16, "recompute.granularity=full"], HOPPER, IN_BF16),
+    "capped, in graphs": (
+        "gpt_tiny",
+        [BF16, "model.attention_softcap=2.0", "model.window=90", "recompute.granularity=full", "kernels.graphs=on"],
+        HOPPER | {"attention": "flex", "decoding": "blocks", "graphs": "on"},
+        IN_BF16,
+    ),
     "state on the host": ("gpt_tiny", [BF16, "optimizer.offload=cpu"], HOPPER, IN_BF16),
 }
 
@@ -64,7 +70,13 @@ def compare(found: Sequence[float], expected: Sequence[float], tolerance: tuple[
     assert found[2:] == pytest.approx(expected[2:], rel=later)
 
 
-@pytest.mark.parametrize("case", CASES)
+MORE = ("fp16", "experts", "fp8 by blocks", "flash", "recomputed", "state on the host")
+"""Cases of the slow tier: layouts and other cases have most of what they do."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] if name in MORE else []) for name in CASES]
+)
 def test_a_rank_trains_as_on_the_cpu(case: str) -> None:
     name, settings, kernels, tolerance = CASES[case]
     found, choices = numbers_of_steps(0, name, settings, "cuda")
@@ -81,6 +93,7 @@ OTHER_CARDS = {
 """Kernels on other cards. cuDNN's attention needs a Hopper, FP8 by blocks of 32 a Blackwell."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("card", "precision"), OTHER_CARDS)
 def test_another_card_gets_its_own_kernels(card: str, precision: str) -> None:
     settings = [BF16] + (["precision.fp8.recipe=mxfp8"] if precision == "mxfp8" else [])

@@ -352,8 +352,13 @@ def with_values(compiled: Callable[..., Any]) -> Callable[..., Any]:
                 with torch.no_grad():
                     seen = pytree.tree_map_only(torch.Tensor, lambda each: _kept(each.detach(), None, None), arguments)
                     places = [_place(leaf) for leaf in pytree.tree_leaves(found)]
-                    _write(places, lambda: function(*seen), LATER.is_on)
+                    _write(places, lambda: values(*seen), LATER.is_on)
                 return found
+
+        def values(*arguments: Any) -> Any:
+            # A stream's turn comes under a mode, too, and some operators refuse to run under one.
+            with _disable_current_modes():
+                return function(*arguments)
 
         return call
 

@@ -77,6 +77,13 @@ NEEDS = (
         "stage",
     ),
     Need(
+        "kernels.attention",
+        values=("flex",),
+        is_met=lambda c: c.kernels.elementwise != "eager" and not c.runtime.deterministic,
+        rule="is compiled with the elementwise functions, which this run leaves as they are: it would hold all scores in memory",
+        others={"kernels.attention": ["blocks"]},
+    ),
+    Need(
         "model.attention_dropout",
         is_met=lambda c: c.kernels.attention == "explicit",
         rule="needs kernels.attention = explicit: the fused kernel draws masks of its own, which depend on the layout and cannot "

@@ -21,7 +21,7 @@ class KernelsConfig(Section):
 
     attention: Literal["auto", AttentionKernelName] = Field(
         "auto",
-        description="sdpa: torch chooses; flash, cudnn, efficient, varlen, te: that; blocks, explicit: operators",
+        description="sdpa: torch chooses; blocks, explicit: operators; others: that",
     )
     elementwise: Literal["auto", "eager", "compiled"] = Field(
         "auto",

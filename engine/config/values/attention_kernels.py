@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-AttentionKernelName = Literal["sdpa", "flash", "cudnn", "efficient", "varlen", "te", "blocks", "explicit"]
+AttentionKernelName = Literal["sdpa", "flash", "cudnn", "efficient", "varlen", "flex", "te", "blocks", "explicit"]
 
 PLAIN_ALONE: frozenset[str] = frozenset()
 WITHOUT_CAP = frozenset({"windows", "documents", "sinks", "parts"})
@@ -47,6 +47,7 @@ class AttentionKernel:
         made_for: device type that the `Kernel` is built for; "": any, and torch refuses it on devices where it does not run.
         backend: torch's backend for plain causal attention; "": torch chooses one; None: torch's attention is not used.
         has_value_size: True if values may differ in size from queries and keys; otherwise values are padded with zeros.
+        is_compiled: True if it is compiled as elementwise functions are, and has no other form.
         auto: conditions under which `auto` takes the kernel; None: never.
     """
 
@@ -55,7 +56,13 @@ class AttentionKernel:
     made_for: str = ""
     backend: str | None = None
     has_value_size: bool = False
+    is_compiled: bool = False
     auto: Auto | None = None
+
+    @property
+    def suits_plain(self) -> bool:
+        """Whether `auto` may take it for plain causal attention."""
+        return self.auto is not None and self.auto.for_plain
 
     def lacks(self, asked: frozenset[str]) -> str:
         """List the features in `asked` that the kernel supports on no device, as "no documents, sinks"; "" if it has all."""
@@ -69,15 +76,11 @@ _CPU_FLASH = "triaxis.engine.kernels.masked_attention:CpuFlash"
 
 ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
     {
-        "varlen": AttentionKernel(
-            {"cpu": PLAIN_ALONE, "cuda": WITHOUT_CAP},
-            made_by="triaxis.engine.kernels.flash_attention:Varlen",
-            backend="FLASH_ATTENTION",
-            auto=Auto(is_half=True, capability=(8, 0), for_plain=False),
-        ),
         # Torch itself prefers cuDNN's attention on these GPUs, from these versions on, and refuses it in deterministic mode.
         "cudnn": AttentionKernel(
-            {"cuda": PLAIN_ALONE},
+            {"cuda": frozenset({"parts"})},
+            made_by="triaxis.engine.kernels.cudnn_attention:Cudnn",
+            made_for="cuda",
             backend="CUDNN_ATTENTION",
             auto=Auto(
                 is_half=True,
@@ -86,6 +89,12 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
                 above_cudnn=91500,
                 in_deterministic_mode=False,
             ),
+        ),
+        "varlen": AttentionKernel(
+            {"cpu": PLAIN_ALONE, "cuda": WITHOUT_CAP},
+            made_by="triaxis.engine.kernels.flash_attention:Varlen",
+            backend="FLASH_ATTENTION",
+            auto=Auto(is_half=True, capability=(8, 0), for_plain=False),
         ),
         "flash": AttentionKernel(
             {"cpu": WITHOUT_CAP, "cuda": PLAIN_ALONE},
@@ -96,6 +105,14 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
         ),
         "sdpa": AttentionKernel(
             {"cpu": WITHOUT_CAP, "cuda": PLAIN_ALONE}, made_by=_CPU_FLASH, made_for="cpu", backend="", auto=Auto()
+        ),
+        "flex": AttentionKernel(
+            {"cuda": frozenset({"windows", "sinks", "softcap"})},
+            made_by="triaxis.engine.kernels.flex_attention:Flex",
+            made_for="cuda",
+            has_value_size=True,
+            is_compiled=True,
+            auto=Auto(is_half=True, capability=(8, 0), in_deterministic_mode=False, for_plain=False),
         ),
         "blocks": AttentionKernel(
             {"cpu": ALL, "cuda": ALL},

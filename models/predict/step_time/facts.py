@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from typing import get_args
 
 from triaxis.engine.config.quantities.attention_blocks import block_size
+from triaxis.engine.config.quantities.attention_pattern import attention_pattern
 from triaxis.engine.config.quantities.context_parallel import exposed_share, gathers_keys, local_kv_heads
 from triaxis.engine.config.quantities.layer_products import layer_products
 from triaxis.engine.config.quantities.plan import part_length
 from triaxis.engine.config.tree import Config
+from triaxis.engine.config.values.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -101,7 +103,7 @@ class LayerWork:
         experts: the routed experts' work; None: the layer has none.
         wires: traffic over tp, by moment.
         head_size, keys_length: head size and key length that select attention's rate.
-        blocks: blocks of queries in which plain operators compute attention; 0: one kernel does.
+        more_calls: calls in a forward and in a backward beyond those of a layer with one kernel of attention and two norms.
         more: factor on GEMM seconds, 1 without an extension: FLOPs with an extension's parts over the built-in layer's.
         sent, sent_over_cp: extra traffic over tp and cp that an extension's parts send.
     """
@@ -118,11 +120,20 @@ class LayerWork:
     wires: dict[Moment, Wire]
     head_size: int
     keys_length: int
-    blocks: int
+    more_calls: tuple[int, int]
     more: float
     sent: Wire
     sent_over_cp: Wire
 
+
+BLOCK_KERNELS = (6, 15)
+"""Kernels of a block of queries in a forward and in a backward, where plain operators compute attention."""
+
+FLEX_KERNELS = (1, 2)
+"""Kernels that `flex` has beside one of attention."""
+
+NORM_KERNELS = (1, 4)
+"""Kernels of a further norm."""
 
 REPEATED = {"mlp": ("mlp.up", "mlp.shared.up"), "attention": ("attention.kv_up",)}
 """Products that recomputing a part of a layer repeats."""
@@ -226,20 +237,26 @@ def layer_work(
         wires=tensor_parallel_wires(config, sizes, layer),
         head_size=model.head_size,
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
-        blocks=_blocks(config, sizes),
+        more_calls=_more_calls(config, sizes),
         more=1 + 2 * own.weights * rows / t / sum(gemm.flops for gemm in gemms.values()),
         sent=Wire(float(own.sent) * rows, own.calls),
         sent_over_cp=Wire(float(own.sent_over_cp) * rows, sum(one.calls for one in own.messages if one.axis == "cp")),
     )
 
 
-def _blocks(config: Config, sizes: ParallelSizes) -> int:
-    """Count the blocks of attention; only a softcap leaves no kernel but blocks."""
-    model, queries = config.model, part_length(config)
-    if model.attention_softcap is None:
-        return 0
-    rows = config.train.micro_batch_size * model.num_attention_heads // sizes.tp
-    return -(-queries // block_size(rows, queries, model.seq_length))
+def _more_calls(config: Config, sizes: ParallelSizes) -> tuple[int, int]:
+    """Count calls beyond those of a plain layer, as `tests/cuda_stub/golden/gemma.txt` has them."""
+    model, queries, asked = config.model, part_length(config), attention_pattern(config).asked
+    kernel: str = config.kernels.attention
+    if kernel == "auto":
+        kernel = next(name for name in ("varlen", "flex", "blocks") if asked <= ATTENTION_KERNELS[name].has["cuda"])
+    forward, backward = FLEX_KERNELS if kernel == "flex" else (0, 0)
+    if kernel == "blocks":
+        rows = config.train.micro_batch_size * model.num_attention_heads // sizes.tp
+        blocks = -(-queries // block_size(rows, queries, model.seq_length))
+        forward, backward = (blocks * each for each in BLOCK_KERNELS)
+    norms = 2 * (model.norm_placement == "both")
+    return forward + norms * NORM_KERNELS[0], backward + norms * NORM_KERNELS[1]
 
 
 @dataclass(frozen=True, slots=True)

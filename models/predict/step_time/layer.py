@@ -29,9 +29,6 @@ from triaxis.models.predict.step_time.links import Link, Links, Wire
 EXPERT_KERNELS = (37, 28)
 """Kernels that router, dispatch and experts add to a dense layer's in a forward, and in a backward (`tests/cuda_stub/golden`)."""
 
-BLOCK_KERNELS = (6, 15)
-"""Kernels of a block of queries in a forward and in a backward, if no fused kernel computes attention (`gemma.txt` there)."""
-
 END_CALLS = 27
 """Calls of the embedding or the head in a microbatch, half of what both have there."""
 
@@ -127,10 +124,8 @@ class LayerTimer:
             },
             weight_grad={"compute": weight_grad + launches, "tp": 0.0},
         )
-        forward_calls = (
-            kernels + work.blocks * BLOCK_KERNELS[0] + work.wires["forward"].calls + self._cp_wires.forward.calls
-        )
-        backward_calls = 2 * kernels + work.blocks * BLOCK_KERNELS[1] + self._cp_wires.backward.calls
+        forward_calls = kernels + work.more_calls[0] + work.wires["forward"].calls + self._cp_wires.forward.calls
+        backward_calls = 2 * kernels + work.more_calls[1] + self._cp_wires.backward.calls
         backward_calls += sum(wire.calls for moment, wire in work.wires.items() if moment != "forward")
         seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad, work.wires)
         seconds.forward["tp"] += self._tp_seconds(work.sent)

@@ -182,7 +182,12 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "a kernel that cannot cap": (
         ["model.attention_softcap=50", "kernels.attention=flash"],
         {},
-        ["kernels.attention = flash", "no cap of the logits", "kernels.attention = auto or blocks"],
+        ["kernels.attention = flash", "no cap of the logits", "kernels.attention = auto or flex"],
+    ),
+    "a compiled kernel in an eager run": (
+        ["model.attention_softcap=50", "kernels={attention: flex, elementwise: eager}"],
+        {},
+        ["kernels.attention = flex", "compiled with the elementwise functions", "kernels.attention = blocks"],
     ),
     "a norm whose output is not kept": (
         ["model.norm_placement=after", "recompute.granularity=selective", "recompute.modules=[norm, activation]"],

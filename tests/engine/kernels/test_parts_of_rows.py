@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.kernels.attention import masked_kernel
 from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure
+from triaxis.engine.kernels.cudnn_attention import Cudnn
 from triaxis.engine.kernels.explicit_attention import explicit_attention
 from triaxis.engine.kernels.flash_attention import Varlen
-from triaxis.engine.kernels.masked_attention import Mask, masked_attention
+from triaxis.engine.kernels.masked_attention import Kernel, Mask, masked_attention
 
 CPU = torch.device("cpu")
 ROWS: Sequence[tuple[tuple[int, ...], ...]] = (
@@ -45,14 +47,18 @@ def compare(kernel: str, asked: Asked, size: int) -> None:
         index = part.positions[:, None, :, None].expand(-1, asked.heads, -1, asked.head_dim)
         q, k, v = mine[0].gather(2, index), mine[1], mine[2]
         sinks = mine[3] if asked.has_sinks else None
-        mask = Mask(asked.window, Documents.of(asked.rows), part)
+        documents = None if kernel == "cudnn" else Documents.of(asked.rows)
+        mask = Mask(asked.window, documents, part)
         if kernel == "explicit":
             options = {"scale": asked.scale, "softcap": asked.softcap, "sinks": sinks}
             found = explicit_attention(q, k, v, mask, **options, drop=lambda x: x)  # type: ignore[arg-type]
         else:
-            by_name = Varlen(mask, asked.scale)
-            if kernel != "varlen":
-                by_name = masked_kernel(kernel, CPU, mask, asked.scale, asked.softcap)  # type: ignore[assignment]
+            of_gpus = {"varlen": Varlen, "cudnn": Cudnn}
+            by_name: Kernel[Any]
+            if kernel in of_gpus:
+                by_name = of_gpus[kernel](mask, asked.scale)
+            else:
+                by_name = masked_kernel(kernel, CPU, mask, asked.scale, asked.softcap)
             found = masked_attention(by_name, q, k, v, sinks)
         assert (found - wanted.gather(2, index)).abs().max() <= 1e-13
         found.backward(grad.gather(2, index))
@@ -70,6 +76,28 @@ def test_kernels_equal_a_masked_softmax(
     emulate(monkeypatch)
     for window in (None, 3, 1, 20):
         compare(kernel, Asked(rows=rows, window=window, has_sinks=window == 3, scale=0.3), size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_cudnn_equals_a_masked_softmax(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the kernel: the calls, the log-sum-exp's shape, the sum of two calls."""
+    of_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    of_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def forward(q, k, v, bias, compute_lse, dropout, is_causal, debug, *, scale):  # type: ignore[no-untyped-def]
+        assert bias is None and compute_lse and not dropout and not debug
+        out, lse = of_cpu(q, k, v, 0.0, is_causal, scale=scale)
+        return out, lse.unsqueeze(-1), None, None, q.shape[2], k.shape[2], None, None, None
+
+    def backward(grad, q, k, v, out, lse, seed, offset, bias, *more, scale):  # type: ignore[no-untyped-def]
+        assert bias is None and lse.shape == (*q.shape[:3], 1) and lse.is_contiguous()
+        assert more[:-1] == (None, None, q.shape[2], k.shape[2], 0.0)
+        return of_cpu_backward(grad, q, k, v, out, lse.squeeze(-1), 0.0, more[-1], scale=scale)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward)
+    for has_sinks in (False, True):
+        compare("cudnn", Asked(rows=ROWS[0], has_sinks=has_sinks, scale=0.3), size)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.none() | st.integers(1, 12), st.sampled_from([2, 4]))
