@@ -67,7 +67,7 @@ def small(name: str, settings: Sequence[str]) -> list[str]:
     return [*settings, *(f"{key}={json.dumps(value)}" for key, value in words.items() if key not in given)]
 
 
-IN_CI = ("gpt_125m", "llama3_8b", "gemma2_9b", "qwen3_8b")
+IN_CI = ("gpt_125m", "llama3_8b", "qwen3_8b")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,11 @@ def test_what_cuda_refuses_in_a_graph_is_refused(what: str) -> None:
     call, message = REFUSED[what]
     x, graph = torch.ones(1, device="cuda"), torch.cuda.CUDAGraph()
     OUTSIDE[:] = [torch.cuda.current_stream().record_event()]
-    with pytest.raises(RuntimeError) as found, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # torch leaves the stream of a graph that fails at its end the current one.
+    here = torch.cuda.stream(torch.cuda.current_stream())
+    with here, pytest.raises(RuntimeError) as found, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         call(x)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     # The end of an invalid capture is an error, too.
     assert message in f"{found.value} {found.value.__context__}"
 

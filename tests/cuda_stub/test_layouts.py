@@ -41,7 +41,8 @@ def alone(name: str, settings: tuple[str, ...]) -> Numbers:
 
 # In the slow tier, what others have: a layout, or experts on unequal batches.
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.slow) if name in ("tp pp", "cp", "ep") else name for name in CASES]
+    "case",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("tp pp", "pp", "cp", "ep") else name for name in CASES],
 )
 def test_a_layout_trains_as_one_rank(case: str) -> None:
     size, name, settings = CASES[case]

@@ -70,7 +70,7 @@ def compare(found: Sequence[float], expected: Sequence[float], tolerance: tuple[
     assert found[2:] == pytest.approx(expected[2:], rel=later)
 
 
-MORE = ("fp16", "experts", "fp8 by blocks", "flash", "recomputed", "state on the host")
+MORE = ("fp16", "experts", "fp8 by blocks", "flash", "recomputed", "offload", "state on the host")
 """Cases of the slow tier: layouts and other cases have most of what they do."""
 
 
