@@ -46,7 +46,7 @@ from triaxis.engine.kernels.attention_trials import (
     decoding_failure,
 )
 from triaxis.engine.kernels.fp8.products import Fp8, open_fp8
-from triaxis.engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
+from triaxis.engine.kernels.fusion import EAGER, Form, Fusion, compiler_failure, compiler_refusal
 from triaxis.engine.kernels.grouped_gemm import ExpertKernel, grouped_gemm_failure, grouped_gemm_refusal
 from triaxis.engine.kernels.te import TransformerEngine, gemm_failure, gemm_refusal, open_te
 from triaxis.engine.kernels.te_attention import TeAttention
@@ -167,6 +167,13 @@ class Kernels:
     te: TransformerEngine | None = None
     te_attention: TeAttention | None = None
     apex: Apex | None = None
+
+    def for_any_length(self) -> "Kernels":
+        """Return the kernels for a text that grows: nothing is compiled, since no shape comes twice."""
+        choices = self.choices
+        if ATTENTION_KERNELS[choices.attention].is_compiled:
+            choices = replace(choices, attention=choices.decoding)
+        return replace(self, choices=choices, fusion=EAGER)
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:

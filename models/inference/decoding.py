@@ -6,7 +6,6 @@ from typing import cast
 import torch
 
 from triaxis.engine.data.loader import MicroBatch
-from triaxis.engine.kernels.fusion import EAGER
 from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.chunk import GPTChunk
 from triaxis.models.inference.kv_cache import Cached, CachedLatents
@@ -25,7 +24,7 @@ class DecodingChunk(GPTChunk):
             replace(
                 given,
                 region=replace(given.region, sequence_parallel=False),
-                kernels=replace(given.kernels, fusion=EAGER),
+                kernels=given.kernels.for_any_length(),
                 experts=None if given.experts is None else given.experts.for_decoding(),
                 forms={},
                 mixing=Cached if given.model.mla is None else CachedLatents,

@@ -112,7 +112,7 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
             made_for="cuda",
             has_value_size=True,
             is_compiled=True,
-            auto=Auto(is_half=True, capability=(8, 0), in_deterministic_mode=False, for_plain=False),
+            auto=Auto(is_half=True, capability=(8, 0), torch=(2, 11), in_deterministic_mode=False, for_plain=False),
         ),
         "blocks": AttentionKernel(
             {"cpu": ALL, "cuda": ALL},

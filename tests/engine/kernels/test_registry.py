@@ -142,6 +142,14 @@ def test_auto_takes_what_has_the_pattern(
     assert (choices.attention, choices.decoding) == expected
 
 
+def test_a_growing_text_compiles_nothing() -> None:
+    """Attention that exists compiled alone gives its place to that of one query."""
+    for attention, expected in (("flex", "blocks"), ("varlen", "varlen")):
+        choices = Choices(attention, "blocks", "compiled", "fused", "compiled")
+        found = Kernels(choices, Fusion("compiled")).for_any_length()
+        assert found.choices == replace(choices, attention=expected) and not found.fusion.is_compiled
+
+
 ASKED = [each.name for each in fields(AttentionPattern)]
 
 
