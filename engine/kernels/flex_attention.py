@@ -64,16 +64,15 @@ class Flex(Kernel[Piece]):
 
 def blocks_of(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Table:
     """Find the blocks that the mask does not hide. The last query is at the last key."""
-    first_query, last_query = _ends(num_queries, num_keys - num_queries)
+    first_query, last_query = (each.unsqueeze(1) for each in _ends(num_queries, num_keys - num_queries))
     first_key, last_key = _ends(num_keys, 0)
-    is_visible = first_key <= last_query.unsqueeze(1)
-    # A block beyond the end is masked.
-    is_whole = (first_key + BLOCK - 1 <= first_query.unsqueeze(1)) & (last_query - first_query == BLOCK - 1).unsqueeze(
-        1
-    )
+    is_visible = first_key <= last_query
+    # What a block has beyond the last query or key is masked.
+    is_full = (last_query - first_query == BLOCK - 1) & (last_key - first_key == BLOCK - 1)
+    is_whole = is_full & (last_key <= first_query)
     if window is not None:
-        is_visible &= last_key > first_query.unsqueeze(1) - window
-        is_whole &= first_key > last_query.unsqueeze(1) - window
+        is_visible &= last_key > first_query - window
+        is_whole &= first_key > last_query - window
     is_cut = is_visible & ~is_whole
     return [
         each[None, None].to(device)
