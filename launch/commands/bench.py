@@ -259,7 +259,8 @@ def _try(
 ) -> LayoutResult | Failed | None:
     """Train one layout, and return its measurements or why it failed. A dry run only prints how it would start."""
     try:
-        path = _written(args, change, folder, name)
+        overrides = (*args.overrides, *change)
+        path = write_config(args.config, overrides, args.steps, folder, name, os.environ, profiles=args.profile)
         if not args.dry_run:
             return try_layout(path, label, folder / f"{name}.log")
         show_plan(path)
@@ -269,11 +270,6 @@ def _try(
     except TriaxisError as error:
         return refused(label, error)
     return None
-
-
-def _written(args: argparse.Namespace, change: Sequence[str], folder: Path, name: str) -> Path:
-    overrides = (*args.overrides, *change)
-    return write_config(args.config, overrides, args.steps, folder, name, os.environ, profiles=args.profile)
 
 
 def _print_outcome(outcome: LayoutResult | Failed) -> None:

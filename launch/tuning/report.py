@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from triaxis.engine.config.tree import Config
@@ -214,20 +214,17 @@ def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
 def _layers(measured: Sequence[LayoutResult]) -> Iterator[str]:
     """Yield a table of the costs of a layer in each layout."""
     yield "a layer and a microbatch, traced on rank 0:"
-    calls, times = ("calls", ("host us", "device us")) if measured[0].is_gpu else ("operators", ("us",))
-    rows = [("", "", calls, *times)]
+    of_gpu, of_cpu = ("calls", "host us", "device us"), ("operators", "us", "in operators")
+    rows: list[tuple[str, ...]] = [("", "", *(of_gpu if measured[0].is_gpu else of_cpu))]
     for place, one in enumerate(measured, start=1):
         assert one.layer is not None, "all layouts are traced, or none"
-        costs = {} if one.layer.measured is None else dict(one.layer.measured)
-        named: list[tuple[str, LayerCosts | None]] = [*costs.items()]
-        if not costs:
-            named.append(("no layer is called: graphs are replayed", None))
+        costs: list[tuple[str, LayerCosts]] = [*(one.layer.measured or {}).items()]
         if one.layer.predicted is not None:
-            named.append(("both, predicted", one.layer.predicted))
-        for number, (name, cost) in enumerate(named):
-            cells = [] if cost is None else [cost.host_us, cost.device_us][-len(times) :]
-            numbers = ["" if cost is None else f"{cost.calls:,.0f}", *(f"{each:,.0f}" for each in cells)]
-            rows.append(("" if number else f"{place}.", name, *numbers, *[""] * (len(times) - len(cells))))
+            costs.append(("both, predicted", one.layer.predicted))
+        cells: list[tuple[str, ...]] = [(name, *(f"{each:,.0f}" for each in astuple(cost))) for name, cost in costs]
+        if one.layer.measured is None:
+            cells.insert(0, ("no layer is called: graphs are replayed", "", "", ""))
+        rows += [("" if number else f"{place}.", *row) for number, row in enumerate(cells)]
     yield from aligned(rows, left=(0, 1))
 
 

@@ -249,7 +249,8 @@ def _more_calls(config: Config, sizes: ParallelSizes) -> tuple[int, int]:
     model, queries, asked = config.model, part_length(config), attention_pattern(config).asked
     kernel: str = config.kernels.attention
     if kernel == "auto":
-        kernel = next(name for name in ("varlen", "flex", "blocks") if asked <= ATTENTION_KERNELS[name].has["cuda"])
+        records = ((name, each) for name, each in ATTENTION_KERNELS.items() if each.auto is not None)
+        kernel = next(name for name, each in records if asked <= each.has["cuda"])
     forward, backward = FLEX_KERNELS if kernel == "flex" else (0, 0)
     if kernel == "blocks":
         rows = config.train.micro_batch_size * model.num_attention_heads // sizes.tp
