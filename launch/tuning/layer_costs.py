@@ -3,7 +3,8 @@
     trace    ->  instructions of the pipeline (`0F1`), ranges of layers in them, and what was launched in each range
              ->  a layer's forward and backward on one microbatch, the mean of all
 
-A call is a kernel, copy or fill of a GPU. Without a GPU it is an operator that calls no other, and the host is the device.
+A call is a kernel, copy or fill of a GPU. Without a GPU it is an operator of torch that is part of no other, and the host is the
+device.
 """
 
 import gzip
@@ -134,12 +135,7 @@ def _calls(events: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, A
             if event.get("cat") in _LAUNCHES and (number := event["args"].get("correlation")) in on_device:
                 yield event, on_device[number]
         return
-    operators: dict[Any, list[Mapping[str, Any]]] = {}
-    for event in events:
-        if event.get("cat") == "cpu_op":
-            operators.setdefault(event["tid"], []).append(event)
-    for each in operators.values():
-        each.sort(key=lambda one: (one["ts"], -one["dur"]))
-        for event, following in zip(each, [*each[1:], None], strict=True):
-            if following is None or following["ts"] >= event["ts"] + event["dur"]:
-                yield event, event["dur"]
+    operators = [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith("aten::")]
+    for thread in {event["tid"] for event in operators}:
+        for event in _Spans(one for one in operators if one["tid"] == thread).outermost:
+            yield event, event["dur"]

@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 
+from tests.engine.telemetry.trace.test_profile import trace_a_step
+from tests.harness import run_ranks
 from tests.models.predict.step_time.layouts import layout
+from tests.parity.cases import Case
 from triaxis.engine.config.quantities.plan import parallel_sizes
 from triaxis.engine.config.schema.dotted import with_value
+from triaxis.engine.telemetry.trace.layer_ranges import LAYER
 from triaxis.launch.tuning.layer_costs import LayerCosts, measured_costs, predicted_costs
 from triaxis.models.predict.step_time.cluster import cluster_of
 
 MAIN, AUTOGRAD = 1, 2
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
 
 
 def event(cat: str, name: str, ts: float, dur: float, tid: int = MAIN, number: int = 0) -> dict[str, Any]:
@@ -39,6 +44,10 @@ LAUNCHES = [
     # Of this thread while autograd's runs a layer; of deferred weight gradients; of the optimizer.
     *((260, MAIN, 5.0), (610, MAIN, 50.0), (950, MAIN, 1000.0)),
 ]
+
+
+def begins_in(event: dict[str, Any], span: dict[str, Any]) -> bool:
+    return bool(span["ts"] <= event["ts"] < span["ts"] + span["dur"])
 
 
 def written(path: Path, events: list[dict[str, Any]]) -> Path:
@@ -66,14 +75,35 @@ def test_of_a_gpu_calls_count_where_they_are_launched(tmp_path: Path) -> None:
     }
 
 
-def test_of_a_cpu_operators_without_others_count(tmp_path: Path) -> None:
+def test_of_a_cpu_operators_within_no_other_count(tmp_path: Path) -> None:
     operators = [
-        event("cpu_op", "aten::linear", 12, 20),
-        event("cpu_op", "aten::mm", 14, 15),
-        event("cpu_op", "gelu", 60, 4),
+        # An autograd function of ours, in it a product, in which torch calls others.
+        *(event("cpu_op", "_ColumnParallel", 11, 27), event("cpu_op", "aten::mm", 12, 20)),
+        *(event("cpu_op", "aten::resolve_conj", 12, 1), event("cpu_op", "aten::gelu", 60, 4)),
     ]
     found = measured_costs(written(tmp_path / "trace.json.gz", [*RANGES, *operators]))
-    assert found is not None and found["forward"] == LayerCosts(1, 35, 19 / 2)
+    assert found is not None and found["forward"] == LayerCosts(1, 35, 24 / 2)
+
+
+@pytest.mark.distributed
+def test_the_products_of_a_real_step_are_in_the_costs(tmp_path: Path) -> None:
+    """In a trace that has no operators but products, and what torch calls in them."""
+    run_ranks(trace_a_step, 1, Case("gpt", num_layers=3, global_batch_size=2), str(tmp_path))
+    events = json.loads(gzip.decompress((tmp_path / "0.json.gz").read_bytes()))["traceEvents"]
+    products = [each for each in events if each["name"] in PRODUCTS]
+    kept = [
+        each
+        for each in events
+        if each.get("cat") == "user_annotation"
+        or (each.get("cat") == "cpu_op" and any(begins_in(each, one) for one in products))
+    ]
+    layers = [each for each in kept if LAYER.fullmatch(each["name"])]
+    inside = [one["dur"] for one in products if any(begins_in(one, layer) for layer in layers)]
+    found = measured_costs(written(tmp_path / "kept.json.gz", kept))
+    assert found is not None and len(inside) >= 2 * 3 * 4 * 3
+    both = found["forward"] + found["backward"]
+    assert 2 * 3 * both.calls == pytest.approx(len(inside))
+    assert 2 * 3 * both.device_us == pytest.approx(sum(inside))
 
 
 def test_where_graphs_are_replayed_no_layer_is_called(tmp_path: Path) -> None:
