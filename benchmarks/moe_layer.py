@@ -34,7 +34,7 @@ from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.shard_spec import REDUCE_AXES
 from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
-from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys, DropoutSites
 from triaxis.engine.tensor_parallel.initial_weights import initialize
 from triaxis.launch.rank.join import join
 from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
@@ -137,7 +137,7 @@ def ours(config: Config, topology: Topology) -> tuple[Side, Tensors]:
     precision = config.precision.model_copy(update={"gradients": "bf16"})
     buffers = GradBuffers(layouts, parameters, precision, topology.device, axes, {"tp": topology.axis("tp")})
     initialize(parameters.values(), config.train.seed)
-    keys = DropoutKeys(config.train.seed, [0])
+    keys = DropoutKeys(DropoutSites(config.train.seed), [0], None)
 
     def run(x: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.detach().requires_grad_()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from triaxis.engine.config.schema.layer_kinds import RopeScaling
 from triaxis.engine.config.schema.model import ModelConfig
 from triaxis.engine.config.schema.moe import MoEConfig
-from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys, DropoutSites, dropout
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -130,7 +130,7 @@ def oracle_losses(
     b, s = tokens.shape
     h, d, mla = model.hidden_size, model.head_size, model.mla
     heads, kv_heads = model.num_attention_heads, model.kv_heads
-    keys = DropoutKeys(seed, sample_ids)
+    keys = DropoutKeys(DropoutSites(seed), sample_ids, torch.tensor(sample_ids))
 
     first_gain = 1.0 if model.norm == "rmsnorm_1p" else 0.0
 

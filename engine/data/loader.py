@@ -13,13 +13,14 @@ the mmap itself, and nothing is broadcast. Steps are read in order, so the resul
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from triaxis.engine.config.schema.data import AttentionScope, PositionOrigin
-from triaxis.engine.data.documents import Documents, document_positions
+from triaxis.engine.data.documents import Documents, document_positions, padded_boundaries
 from triaxis.engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
 from triaxis.engine.data.samples import Sample, SampleSource, input_lengths, mask_ahead
 from triaxis.engine.data.sequence_part import SequencePart
@@ -58,6 +59,8 @@ class MicroBatch:
 
     None if rows are not cut or each row is one document.
     """
+    samples: torch.Tensor | None = None
+    """int64 [b]: `sample_ids`, for dropout's masks; None: the model has no dropout."""
 
 
 def count_labels(microbatches: Sequence[MicroBatch]) -> list[float]:
@@ -80,6 +83,9 @@ class Batches:
         weigh: function (tokens, labels, mask) -> label weights [b, s] (LossPart of `engine/config/schema/extension_parts.py`).
             None: the loss mask alone counts labels.
         cut: function (microbatch) -> this context-parallel rank's tokens of it; None: ranks hold whole rows.
+        drops: whether the model has dropout.
+        evens_boundaries: whether all microbatches of a step, on all dp ranks, have equally many boundaries of documents, and no
+            fewer than in the step before. CUDA graphs need it.
 
     Raises:
         DataError: prefetch_steps < 1.
@@ -102,6 +108,8 @@ class Batches:
         num_ahead: int = 0,
         weigh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         cut: Callable[[MicroBatch], MicroBatch] | None = None,
+        drops: bool = True,
+        evens_boundaries: bool = False,
     ) -> None:
         if prefetch_steps < 1:
             raise DataError(f"prefetch_steps = {prefetch_steps}: must be at least 1.")
@@ -110,7 +118,8 @@ class Batches:
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.dp, self.dp_rank = dp, dp_rank
         self.attention, self.positions = attention, positions
-        self._num_ahead, self._weigh, self._cut = num_ahead, weigh, cut
+        self._num_ahead, self._weigh, self._cut, self._drops = num_ahead, weigh, cut, drops
+        self._evens_boundaries, self._num_boundaries = evens_boundaries, 0
         self.skipped = skipped
         self.device = torch.device(device)
         self.consumed_samples = consumed_samples
@@ -154,10 +163,17 @@ class Batches:
         self._next_to_read += self.global_batch_size
 
     def _read_step(self, consumed_samples: int) -> list[MicroBatch]:
-        ids = step_sample_ids(
-            consumed_samples, self.global_batch_size, self.micro_batch_size, self.dp, self.dp_rank, self.skipped
-        )
-        return [self._read_microbatch(sample_ids) for sample_ids in ids]
+        def ids_of(dp_rank: int) -> list[list[int]]:
+            sizes = self.global_batch_size, self.micro_batch_size, self.dp
+            return step_sample_ids(consumed_samples, *sizes, dp_rank, self.skipped)
+
+        if self._evens_boundaries:
+            every = [ids for dp_rank in range(self.dp) for ids in ids_of(dp_rank)]
+            self._num_boundaries = max(self._num_boundaries, padded_boundaries(max(map(self._num_documents, every))))
+        return [self._read_microbatch(sample_ids) for sample_ids in ids_of(self.dp_rank)]
+
+    def _num_documents(self, sample_ids: Sequence[int]) -> int:
+        return sum(len(input_lengths(self.dataset.lengths(sample_id))) for sample_id in sample_ids)
 
     def _read_microbatch(self, sample_ids: list[int]) -> MicroBatch:
         samples = [self.dataset[sample_id] for sample_id in sample_ids]
@@ -172,7 +188,8 @@ class Batches:
             position_ids=torch.from_numpy(np.stack([document_positions(row) for row in starts])),
             sample_ids=sample_ids,
             num_tokens=int(loss_mask.sum()),
-            documents=Documents.of(lengths) if self.attention == "within" else None,
+            documents=Documents.of(lengths, self._num_boundaries) if self.attention == "within" else None,
+            samples=torch.tensor(sample_ids) if self._drops else None,
         )
         microbatch = self._with_tokens_ahead(microbatch, samples)
         if self._weigh is not None:
@@ -200,17 +217,12 @@ class Batches:
 
     @staticmethod
     def _map(microbatch: MicroBatch, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        return replace(
-            microbatch,
-            tokens=change(microbatch.tokens),
-            labels=change(microbatch.labels),
-            loss_mask=change(microbatch.loss_mask),
-            position_ids=change(microbatch.position_ids),
-            documents=None if microbatch.documents is None else microbatch.documents.map(change),
-            part=None if microbatch.part is None else microbatch.part.map(change),
-            ahead=None if microbatch.ahead is None else change(microbatch.ahead),
-            mask_ahead=None if microbatch.mask_ahead is None else change(microbatch.mask_ahead),
-        )
+        def changed(value: Any) -> Any:
+            if isinstance(value, Documents | SequencePart):
+                return value.map(change)
+            return change(value) if isinstance(value, torch.Tensor) else value
+
+        return replace(microbatch, **{one.name: changed(getattr(microbatch, one.name)) for one in fields(microbatch)})
 
 
 def weighted(

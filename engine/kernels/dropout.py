@@ -85,3 +85,8 @@ def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     The hash is the upper half of splitmix64's mix of key + (position + 1) x golden ratio constant.
     """
     return shift_right(mix_words_(keys + (positions + 1) * GOLDEN), 32)
+
+
+def sample_keys(site: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+    """Hash a dropout site's word [1] and sample ids [b] to one key per sample: words of splitmix64's sequence from the site on."""
+    return mix_words_(site + (samples + 1) * GOLDEN)

@@ -11,7 +11,7 @@ they ask for the same operators on the same memory:
 
 Each slot has a memory pool of its own, in which activations have fixed addresses; all backwards that defer nothing share another.
 Inputs are copied to a fixed place before a replay, and outputs are copied from theirs after it. Messages between stages, gathers of
-weights and the update stay outside.
+weights and the update stay outside. If a step's microbatches have more boundaries of documents, all graphs are recorded again.
 
 A graph has only the device's part. What the engine notes on the host, counts of gradients and the ledger's events, is noted again
 at each replay. Observers of collectives do not see those inside a graph.
@@ -84,8 +84,12 @@ class _Slot:
     """One slot's memory pool, and the fixed places of inputs, which its microbatches use in turn."""
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
         self._fixed: dict[object, Any] = {}
+        self.empty()
+
+    def empty(self) -> None:
+        """Take another pool. The graphs of the old one are gone."""
+        self.pool = torch.cuda.graph_pool_handle()
 
     def put(self, name: str, value: Any) -> Any:
         """Copy a tensor or a microbatch to its fixed place, and return it there."""
@@ -198,6 +202,7 @@ class CudaGraphs:
         self._works: dict[Place, _GraphedWork] = {}
         self.temporary: Any = None
         self._num_runs = 0
+        self._shapes: Sequence[torch.Size] = ()
 
     def __call__(
         self, instructions: Sequence[Instruction], function: ChunkFunction, queues: Sequence[WeightGradQueue]
@@ -206,14 +211,9 @@ class CudaGraphs:
         eager = eager_works(instructions, function, queues)
         if self._num_runs == 1 or self._buffers.is_watched:
             return eager
-        if self._num_runs == 2:
-            # The slots' pools cannot use memory that the first run left in torch's cache.
-            torch.cuda.empty_cache()
         found = places(instructions)
         if not self._slots:
             self._slots = [_Slot() for _ in range(1 + max(place.slot for place in found.values()))]
-            # In the only slot, a backward takes the memory of activations that it has freed.
-            self.temporary = self._slots[0].pool if len(self._slots) == 1 else torch.cuda.graph_pool_handle()
 
         def work_of(chunk: int, microbatch: int) -> Work:
             place = found[chunk, microbatch]
@@ -225,6 +225,23 @@ class CudaGraphs:
             return self._works[place]
 
         return work_of
+
+    def fitted(self, microbatch: Any) -> Any:
+        """Return what graphs read of a microbatch. Forget all graphs if it has tensors of other shapes than they read."""
+        if microbatch.documents is not None:
+            microbatch = replace(microbatch, documents=microbatch.documents.unread())
+        shapes = [tensor.shape for tensor in _tensors(microbatch)]
+        if shapes != self._shapes:
+            self._shapes = shapes
+            for work in self._works.values():
+                work.forget()
+            # The pools cannot use memory that runs without graphs, or other pools, have left in torch's cache.
+            for slot in self._slots:
+                slot.empty()
+            torch.cuda.empty_cache()
+            # In the only slot, a backward takes the memory of activations that it has freed.
+            self.temporary = self._slots[0].pool if len(self._slots) == 1 else torch.cuda.graph_pool_handle()
+        return microbatch
 
     def release(self) -> None:
         """Free the graphs. NCCL's groups must not be destroyed before graphs that call them."""
@@ -300,7 +317,8 @@ class _GraphedWork:
     _parts: dict[str, _Recorded] = field(default_factory=dict, init=False)
 
     def forward(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:
-        given, batch = None if x is None else self.slot.put("x", x), self.slot.put("microbatch", microbatch)
+        batch = self.slot.put("microbatch", self.graphs.fitted(microbatch))
+        given = None if x is None else self.slot.put("x", x)
         self.graphs.gather_weights()
         if not self._parts:
             self.graphs.begin(self.place)
@@ -316,6 +334,10 @@ class _GraphedWork:
 
     def weight_grads(self) -> None:
         self._run("weight gradients", self.work.weight_grads, self.graphs.temporary)
+
+    def forget(self) -> None:
+        """Record the work again."""
+        self._parts.clear()
 
     def _run(self, name: str, part: Callable[[], torch.Tensor | None], pool: Any) -> Any:
         """Replay a part, or record it the first time; return a copy of its result, which the next replay overwrites."""

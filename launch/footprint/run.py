@@ -309,7 +309,8 @@ def microbatches(engine: Engine) -> list[MicroBatch]:
     documents = None if config.data.attention == "across" else Documents.of(rows).map(lambda tensor: tensor.to(device))
     part = None if part is None else part.map(lambda tensor: tensor.to(device))
     num_ahead = config.model.num_mtp_layers
-    one = MicroBatch(ids, ids, counted, ids, list(range(b)), ids.numel(), documents, part)
+    samples = torch.arange(b, device=device)
+    one = MicroBatch(ids, ids, counted, ids, [*range(b)], ids.numel(), documents, part, samples=samples)
     if num_ahead:
         ahead, mask_ahead = (each.repeat(num_ahead, 1, 1) for each in (ids, counted))
         one = replace(one, ahead=ahead, mask_ahead=mask_ahead, num_ahead=(ids.numel(),) * num_ahead)

@@ -52,4 +52,6 @@ def open_batches(
         num_ahead=config.model.num_mtp_layers,
         weigh=config.model.own.weigh if weighs else None,
         cut=ContextCut.of(config, topology.sizes, at.cp),
+        drops=config.model.may_drop,
+        evens_boundaries=config.kernels.graphs == "on" and config.data.attention == "within",
     )

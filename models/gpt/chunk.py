@@ -38,7 +38,7 @@ from triaxis.engine.linear.products import IN_RUN_DTYPE
 from triaxis.engine.linear.te_gemms import TeForm
 from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.numerics.precision import DTYPES
-from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys, DropoutSites
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.block import Block, FirstNorm
@@ -126,7 +126,9 @@ class GPTChunk(nn.Module):
 
     def _layer_inputs(self, batch: MicroBatch) -> LayerInputs:
         part = batch.part
-        keys = DropoutKeys(self.context.seed, batch.sample_ids, None if part is None else part.positions)
+        keys = DropoutKeys(
+            self.context.sites, batch.sample_ids, batch.samples, None if part is None else part.positions
+        )
         tables = tables_by_rotary(self.rotaries, batch.position_ids, self.context.dtype)
         return LayerInputs(Positions(tables, batch.documents, part), keys)
 
@@ -241,6 +243,7 @@ def build_chunks(
     forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
     experts = ExpertRegion.of(config, topology, kernels, on_saved)
     place = topology.sizes.expert_place(topology.rank)
+    sites = DropoutSites(config.train.seed)
     output_grad, at_a_time = None, head_tokens(config)
     if at_a_time is not None:
         output_grad = torch.zeros(1 + config.model.num_mtp_layers, dtype=torch.float64, device=topology.device)
@@ -257,7 +260,7 @@ def build_chunks(
             mixing=mixing,
             experts=experts,
             dtype=dtype,
-            seed=config.train.seed,
+            sites=sites,
             parameters=parameters,
             queue=WeightGradQueue(kernels.choices.weight_grad, on_saved),
             saved=saved,

@@ -24,7 +24,7 @@ from triaxis.engine.layout.shard_spec import cut
 from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear
 from triaxis.engine.linear.products import IN_RUN_DTYPE, LinearForm
 from triaxis.engine.linear.weight_grads import WeightGradQueue
-from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys, DropoutSites
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
@@ -45,6 +45,7 @@ class BuildContext:
         cp: axis of the ranks that share a row's tokens; a part of an extension sends its own messages over it.
         mixing: function that builds a layer's mixer (`engine/context_parallel/mixer.py`).
         experts: expert routing and dispatch; None: the model has no experts.
+        sites: dropout sites of the rank's chunks.
         parameters: this chunk's parameters by global name.
         queue: queue of the chunk's weight-gradient GEMMs.
         saved: policy for tensors that are saved for the backward; the rank's chunks share one.
@@ -65,7 +66,7 @@ class BuildContext:
     mixing: Callable[..., Mixer]
     experts: ExpertRegion | None
     dtype: torch.dtype
-    seed: int
+    sites: DropoutSites
     parameters: Mapping[str, ShardedParameter]
     queue: WeightGradQueue
     saved: SavedTensors

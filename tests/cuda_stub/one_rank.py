@@ -15,12 +15,12 @@ from tests.parity.cases import dataset
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.quantities.plan import parallel_sizes, rank_grid
-from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.kernels.registry import open_kernels
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build
 from triaxis.launch.footprint.run import fake_world
+from triaxis.launch.rank.batches import open_batches
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.predict.rank_memory import resolve_recompute
 
@@ -58,19 +58,7 @@ def built(rank: int, name: str, settings: Sequence[str], device: str) -> Iterato
     with fake_world(0, 1) if is_alone else nullcontext():
         topology = Topology(grid, rank, place, **groups)
         engine = build(config, topology, build_chunks, kernels=open_kernels(config, topology, is_alone=is_alone))
-        batches = Batches(
-            dataset(config),
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            dp=sizes.dp,
-            dp_rank=topology.coordinates.dp,
-            consumed_samples=0,
-            device=place,
-            attention=config.data.attention,
-            positions=config.data.positions,
-            num_ahead=model.num_mtp_layers,
-            cut=ContextCut.of(config, sizes, topology.coordinates.cp),
-        )
+        batches = open_batches(config, topology, dataset(config))
         yield engine, batches
         batches.close()
         topology.close()

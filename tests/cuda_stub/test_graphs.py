@@ -39,7 +39,6 @@ SHIPPED: dict[str, list[str]] = {
     "gpt_125m": [],
     "llama3_8b": ["precision.fp8.recipe=tensorwise"],
     "smollm3_3b": [
-        "data.attention=across",
         "recompute.granularity=full",
         "recompute.method=uniform",
         "recompute.num_layers=1",
@@ -81,8 +80,14 @@ def test_a_shipped_configuration_has_the_bits_of_one_without(name: str) -> None:
 
 FP8 = [BF16, "precision.fp8.recipe=tensorwise"]
 
+DOCUMENTS = ["data.attention=within", "data.positions=document", "data.synthetic_document_length=6"]
+"""The last step has more boundaries than those before it."""
+
+DROPS = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1", "kernels.attention=explicit"]
+
 CASES: dict[str, tuple[int, str, list[str], str]] = {
     "zbv": (*LAYOUTS["zbv"], "1"),
+    "documents": (2, "gpt_tiny", [*layout(dp=2), *DOCUMENTS, BF16, "model.hidden_dropout=0.1"], "late"),
 }
 """Ranks, configuration, settings, and the order in which the card runs what is posted."""
 
@@ -92,6 +97,7 @@ MORE_CASES: dict[str, tuple[int, str, list[str], str]] = {
     "pp": (*LAYOUTS["pp"], "late"),
     "cp": (*LAYOUTS["cp"], "2"),
     "ep": (2, "moe_tiny", [*layout(dp=2, ep=2), "kernels.dispatch=all_gather", BF16], "late"),
+    "dropout": (2, "gpt_tiny", [*layout(tp=2), *DOCUMENTS, *DROPS, BF16], "2"),
     "tp pp": (4, "gpt_tiny", [*layout(tp=2, pp=2), *FP8], "3"),
 }
 

@@ -46,15 +46,16 @@ GRAPH_RULES: tuple[Rule, ...] = (
         {"offload.num_layers": [0]},
     ),
     _with_graphs(
-        lambda c: not (c.model.hidden_dropout or c.model.attention_dropout),
-        "does not go with dropout: masks follow from sample ids, which the host passes as numbers, so every replay would have "
-        "the recording's masks",
-        {"model.hidden_dropout": [0.0], "model.attention_dropout": [0.0]},
+        lambda c: c.data.attention != "within" or c.parallel.cp == 1,
+        "does not go with data.attention = within and parallel.cp = {c.parallel.cp}: the ranks' parts of rows follow from "
+        "documents on the host",
+        {"parallel.cp": [1], "data.attention": ["across"]},
     ),
     _with_graphs(
-        lambda c: c.data.attention != "within",
-        "does not go with data.attention = within: microbatches have other numbers of documents, so other shapes",
-        {"data.attention": ["across"]},
+        lambda c: c.data.attention != "within" or c.kernels.attention in ("auto", "varlen", "explicit"),
+        "does not go with data.attention = within and kernels.attention = {c.kernels.attention}, which reads documents' lengths on "
+        "the host",
+        {"kernels.attention": ["auto", "varlen"], "data.attention": ["across"]},
     ),
     _with_graphs(
         lambda c: c.model.moe is None or dispatch_of(c) == "all_gather",

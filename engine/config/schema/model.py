@@ -229,6 +229,11 @@ class ModelConfig(Section):
         return 0 if self.mtp is None else self.mtp.num_layers
 
     @property
+    def may_drop(self) -> bool:
+        """Whether a part may drop elements: the model has dropout, or blocks of an extension, which get the keys."""
+        return bool(self.hidden_dropout or self.attention_dropout) or self.own.block is not None
+
+    @property
     def embedding_is_at_head(self) -> bool:
         """Whether the last stage needs the word embedding: as the output head, or for multi-token prediction."""
         return self.tie_embeddings or self.mtp is not None

@@ -23,15 +23,15 @@ BAD_GRAPHS: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["kernels.graphs = on", "other host memory", "offload.num_layers = 0"],
     ),
-    "graphs of dropout": (
-        [ON, "model.hidden_dropout=0.1"],
+    "graphs of documents in parts of rows": (
+        [ON, "data.attention=within", "parallel.cp=2"],
         {},
-        ["kernels.graphs = on", "the recording's masks", "model.hidden_dropout = 0"],
+        ["kernels.graphs = on", "parts of rows", "parallel.cp = 1"],
     ),
-    "graphs of documents": (
-        [ON, "data.attention=within"],
+    "graphs of documents that the host reads": (
+        [ON, "data.attention=within", "kernels.attention=blocks"],
         {},
-        ["kernels.graphs = on", "other shapes", "data.attention = across"],
+        ["kernels.graphs = on", "kernels.attention = blocks", "kernels.attention = auto or varlen"],
     ),
     "graphs of rows that the host counts": (
         [*MOE, ON, "parallel.ep=2", "parallel.dp=2", "kernels.dispatch=all_to_all"],

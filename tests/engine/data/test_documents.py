@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triaxis.engine.data.documents import BOUNDARIES_MULTIPLE, Documents, document_positions
+from triaxis.engine.data.documents import FEWEST_BOUNDARIES, Documents, document_positions
 
 
 def test_boundaries_numbers_and_positions() -> None:
@@ -27,6 +27,6 @@ def test_tensors_agree_with_lengths(lengths: list[int]) -> None:
     documents = Documents.of([lengths])
     starts = documents.boundaries.unique_consecutive()
     assert starts.diff().tolist() == lengths
-    assert len(documents.boundaries) % BOUNDARIES_MULTIPLE == 0
+    assert len(documents.boundaries) == max(FEWEST_BOUNDARIES, 2 ** len(lengths).bit_length())
     changes = documents.numbers[0].diff(prepend=torch.tensor([-1]))
     assert changes.nonzero().flatten().tolist() == starts[:-1].tolist()

@@ -251,3 +251,29 @@ def test_synthetic_samples_are_a_function_of_seed_and_id() -> None:
     assert SyntheticDataset(1, 50, 6)[0].loss_mask.all()
     with pytest.raises(DataError, match="mask_fraction"):
         SyntheticDataset(1, 50, 6, 1.0)
+
+
+def test_boundaries_of_documents_are_as_many_on_every_rank_and_never_fewer() -> None:
+    dataset = SyntheticDataset(3, 50, 32, mean_document_length=3)
+    ranks = [
+        Batches(
+            dataset,
+            global_batch_size=4,
+            micro_batch_size=1,
+            dp=2,
+            dp_rank=dp_rank,
+            consumed_samples=0,
+            device="cpu",
+            attention="within",
+            evens_boundaries=True,
+        )
+        for dp_rank in range(2)
+    ]
+    counts = []
+    for _ in range(4):
+        both = [microbatch.documents for rank in ranks for microbatch in rank.next_step()]
+        (count,) = {len(documents.boundaries) for documents in both if documents is not None}
+        counts.append(count)
+    for rank in ranks:
+        rank.close()
+    assert counts == sorted(counts) and len(set(counts)) > 1

@@ -14,6 +14,7 @@ from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.layout.shard_spec import localize
+from triaxis.engine.tensor_parallel.dropout import DropoutSites
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
@@ -36,7 +37,7 @@ def context_of(model: ModelConfig, without: str = "") -> BuildContext:
         mixing=unused,
         experts=None,
         dtype=torch.float64,
-        seed=0,
+        sites=DropoutSites(0),
         parameters={each.name: ShardedParameter(each, torch.float64) for each in records if each.name != without},
         queue=unused,
         saved=unused,
