@@ -41,9 +41,9 @@ def test_a_view_more_in_a_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [
-        ("gpt", "fp32"),
         ("llama", "bf16"),
         pytest.param("gpt", "bf16", marks=pytest.mark.slow),
+        pytest.param("gpt", "fp32", marks=pytest.mark.slow),
         pytest.param("llama", "fp32", marks=pytest.mark.slow),
     ],
 )
@@ -53,6 +53,7 @@ def test_a_layer_dispatches_no_kernel_more_than_by_hand(model: str, dtype: str) 
     assert 0 < first == second <= host_calls(config(model, dtype), plain, layers=(2, 3)).num_kernels
 
 
+@pytest.mark.slow
 def test_a_kernel_more_in_a_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """One copy in each of a layer's two branches, forward and backward."""
     before = host_calls(config("gpt", "fp32"), layers=(1, 2))

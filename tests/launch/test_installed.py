@@ -107,14 +107,18 @@ def test_nothing_is_importable_under_a_general_name(installed: Installed) -> Non
 
 
 def test_commands_run_from_an_empty_folder(installed: Installed) -> None:
+    assert "TFLOP/s" in installed.triaxis("plan", "llama3_8b", "--gpus", "64xH100")
+    assert "8 ranks" in installed.triaxis("topology", "gpt_tiny")
+
+
+@pytest.mark.slow  # the way from a text to a model, below, trains in CI
+def test_a_shipped_config_trains_and_is_verified(installed: Installed) -> None:
     layout = ("parallel.tp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1")
     trained = installed.triaxis(
         "train", "gpt_tiny", "train.steps=2", "optimizer.warmup_steps=1", "eval.interval=null", *layout
     )
     assert "Finished: 2 steps" in trained, trained
     assert list(installed.folder.glob("runs/*/checkpoints/step_00000002"))
-    assert "TFLOP/s" in installed.triaxis("plan", "llama3_8b", "--gpus", "64xH100")
-    assert "8 ranks" in installed.triaxis("topology", "gpt_tiny")
     assert "equal" in installed.triaxis("verify", "gpt_tiny", "--layout", "tp=2", "--steps", "1")
 
 

@@ -9,14 +9,16 @@ from tests.verify.trials import run
 
 DTYPES = ("float64", "fp32", "bf16")
 NUM_LAYOUTS = 200
-IN_CI = (75, 1, 161)
-"""Numbers of layouts of at most 4 ranks that run soon: tp and cp in float64, zbv in fp32, tp and pp in bf16."""
-CUTS_EXPERTS = 198
-"""A number whose layout has ep 2, in float64."""
+IN_CI = (75, 1)
+"""Numbers of layouts of at most 4 ranks that run soon: tp and cp in float64, zbv in fp32."""
+TP_AND_PP, CUTS_EXPERTS = 161, 198
+"""A number whose layout has tp and pp, in bf16, and one with ep 2, in float64."""
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [*IN_CI, CUTS_EXPERTS])
+@pytest.mark.parametrize(
+    "number", [*IN_CI, *(pytest.param(number, marks=pytest.mark.slow) for number in (TP_AND_PP, CUTS_EXPERTS))]
+)
 def test_no_false_alarm_in_small_layouts(number: int, references: Path) -> None:
     asked = random_trial(number, DTYPES[number % len(DTYPES)], most_ranks=4)
     verdict = run(asked, references, sub_layouts=False)

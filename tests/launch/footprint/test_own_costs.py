@@ -81,6 +81,7 @@ def another_kind_of_layer(rank: int) -> None:
     assert flops[0] == flops[1]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_another_kind_of_layer_is_counted_with_its_messages() -> None:
     run_ranks(another_kind_of_layer, 1)

@@ -256,6 +256,7 @@ def test_a_higher_stage_is_taken_where_a_lower_one_does_not_fit_or_recomputes(mo
     assert len(set(words)) == len(words), "a layout is found in one stage"
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_given_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(planning, "MARGIN", 0.97)
     assert all(one.config.parallel.zero == 1 for one in search(config_of(), CLUSTER, keeps_zero=True).found)
