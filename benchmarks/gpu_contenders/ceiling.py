@@ -26,7 +26,7 @@ def matmul_ceiling(size: int, dtype: torch.dtype, device: torch.device, soak_sec
 
 def fp8_ceiling(size: int, dtype: torch.dtype, device: torch.device, soak_seconds: float) -> float:
     """Measure the same for torch's scaled GEMM: operands in e4m3 with one scale each, results in `dtype`."""
-    a, b = (quantise(one, E4M3, None, has_powers=False, largest=None) for one in _operands(size, device))
+    a, b = (quantise(one, E4M3, None, has_powers=False) for one in _operands(size, device))
     return _tflops(size, device, soak_seconds, lambda: scaled_product(a, b, None, dtype, is_fast=True))
 
 

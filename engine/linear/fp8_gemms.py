@@ -25,13 +25,13 @@ from triaxis.engine.comm.ledger import FP8_SCALES
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.products import Fp8
-from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
+from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, TensorScale, from_bytes, is_bytes
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.linear.products import LinearForm, LinearGemms, LinearParts, Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
-Scale = torch.Tensor | None
-"""Largest absolute value in a tensor with one FP8 scale; None if each block has a scale."""
+Scale = TensorScale | None
+"""A tensor's one FP8 scale; None if each block has a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +97,19 @@ class Fp8Gemms(LinearGemms):
     def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
         if self._sends(region):
             # Every rank rounds its shard before the gather, so the maximum must cover the shards of all tp ranks.
-            largest = self._input_amax(x, is_cut=True)
-            sent = self._as_bytes(x, largest)
+            scale = self._input_scale(x, is_cut=True)
+            sent = self._as_bytes(x, scale)
             whole = region.enter(sent, purpose).wait()
-            return Operand(whole, largest), region.kept(sent if self._is_stored() else x, whole)
+            return Operand(whole, scale), region.kept(sent if self._is_stored() else x, whole)
         whole = region.enter(x, purpose).wait()
         if whole is x:
             inputs = self.whole_input(x)
             return inputs, inputs.tensor
-        largest = self._input_amax(whole, is_cut=self.parts.cuts_inputs)
+        scale = self._input_scale(whole, is_cut=self.parts.cuts_inputs)
         if region.keeps_gathered and self.form.fp8.recipe.is_tensorwise:
             # The gathered copy belongs to this layer, whoever saves x, so the layer can keep it as bytes.
-            whole = self._as_bytes(whole, largest)
-        return Operand(whole, largest), region.kept(x, whole)
+            whole = self._as_bytes(whole, scale)
+        return Operand(whole, scale), region.kept(x, whole)
 
     def enter_again(self, kept: Operand, region: TensorParallelRegion, purpose: str) -> Pending:
         tensor = kept.tensor
@@ -121,24 +121,26 @@ class Fp8Gemms(LinearGemms):
     def leave_backward(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Pending, Operand]:
         if not self._sends(region):
             return super().leave_backward(grad, region, purpose)
-        largest = self._largest([grad], "gradient", over_tp=True, over_cp=True)
-        sent = _bytes_of(self.form.fp8.gradient(grad.flatten(0, -2), largest), grad.shape)
-        return region.leave_backward(sent, purpose), Operand(sent, largest)
+        scale = self._scale([grad], "gradient", over_tp=True, over_cp=True)
+        sent = _bytes_of(self.form.fp8.gradient(grad.flatten(0, -2), scale), grad.shape)
+        return region.leave_backward(sent, purpose), Operand(sent, scale)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
         """Compute the scale for an X that needs no gather. Round X to FP8 if only this layer saves it.
 
         If another layer saves X too, `forward` rounds X. With block scales, `forward` always does, and the scale is None.
         """
-        largest = self._input_amax(x, is_cut=self.parts.cuts_inputs)
-        return Operand(self._as_bytes(x, largest) if self._is_stored() else x, largest)
+        scale = self._input_scale(x, is_cut=self.parts.cuts_inputs)
+        return Operand(self._as_bytes(x, scale) if self._is_stored() else x, scale)
 
-    def whole_grad(self, grad: Operand) -> Operand:
+    def whole_grad(self, grad: Operand, *, defers: bool) -> Operand:
         if grad.scale is not None:
             return grad
-        return Operand(
-            grad.tensor, self._largest([grad.tensor], "gradient", over_tp=self.parts.cuts_outputs, over_cp=True)
-        )
+        scale = self._scale([grad.tensor], "gradient", over_tp=self.parts.cuts_outputs, over_cp=True)
+        if scale is None or defers:
+            return Operand(grad.tensor, scale)
+        rounded, transposed = self.form.fp8.gradient_both_ways(grad.tensor.flatten(0, -2), scale)
+        return Operand(grad.tensor, scale, (rounded.view(torch.uint8), transposed.view(torch.uint8)))
 
     def forward(self, x: Operand) -> torch.Tensor:
         inputs = self._input(x.tensor.flatten(0, -2), x.scale)
@@ -149,7 +151,8 @@ class Fp8Gemms(LinearGemms):
 
     def input_grad(self, grad: Operand) -> torch.Tensor:
         copies = self.copies()
-        parts = grad.tensor.flatten(0, -2).split([weight.values.shape[0] for weight, _ in copies], dim=-1)
+        whole = grad.tensor.flatten(0, -2) if grad.rounded is None else grad.rounded[0]
+        parts = whole.split([weight.values.shape[0] for weight, _ in copies], dim=-1)
         total = None
         for part, (_, transposed) in zip(parts, copies, strict=True):
             product = self.form.fp8.product(self._gradient(part, grad.scale), transposed, None, self._dtype)
@@ -163,16 +166,16 @@ class Fp8Gemms(LinearGemms):
         def add(main_grad: torch.Tensor, part: torch.Tensor, inputs: Quantised, *, overwrite: bool) -> None:
             fp8.add_product(main_grad, self._gradient(part.t(), grad.scale), inputs, self._dtype, overwrite=overwrite)
 
-        self.weights.accumulate(grad.tensor.flatten(0, -2), inputs, add)
+        whole = grad.tensor.flatten(0, -2) if grad.rounded is None else grad.rounded[1].t()
+        self.weights.accumulate(whole, inputs, add)
         return None
 
     def copies(self) -> list[tuple[Quantised, Quantised]]:
         """Quantise W and W^T, matrix by matrix; the copies are reused until the weights change."""
         matrices, version = self.weights.complete().views, self.weights.version()
         if version != self._version:
-            fp8 = self.form.fp8
-            largest = self._largest(matrices, "weight", over_tp=True, over_cp=False)
-            copies = [(fp8.weight(each, largest), fp8.weight(each.t(), largest)) for each in matrices]
+            scale = self._scale(matrices, "weight", over_tp=True, over_cp=False)
+            copies = [self.form.fp8.weight_both_ways(each, scale) for each in matrices]
             if self._copies and self.form.copies_stay:
                 for old, new in zip(chain(*self._copies), chain(*copies), strict=True):
                     old.write(new)
@@ -197,38 +200,39 @@ class Fp8Gemms(LinearGemms):
         is_alone = parts is not None and not any(map(self.form.makes_again, parts))
         return is_alone and self.form.fp8.recipe.is_tensorwise
 
-    def _input_amax(self, x: torch.Tensor, *, is_cut: bool) -> Scale:
-        return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
+    def _input_scale(self, x: torch.Tensor, *, is_cut: bool) -> Scale:
+        return self.form.once(lambda: self._scale([x], "input", over_tp=is_cut, over_cp=True))
 
-    def _input(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
+    def _input(self, matrix: torch.Tensor, scale: Scale) -> Quantised:
         """Convert X or X^T to an FP8 GEMM operand. `matrix` has the run's dtype or FP8 bytes."""
-        fp8 = self.form.fp8
-        return from_bytes(matrix, E4M3, largest, fp8.fusion) if is_bytes(matrix) else fp8.activation(matrix, largest)
+        return from_bytes(matrix, E4M3, scale) if is_bytes(matrix) else self.form.fp8.activation(matrix, scale)
 
-    def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
+    def _gradient(self, matrix: torch.Tensor, scale: Scale) -> Quantised:
         """Convert columns of dY to an FP8 GEMM operand. `matrix` has the run's dtype or FP8 bytes."""
         fp8 = self.form.fp8
-        if is_bytes(matrix):
-            return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
-        return fp8.gradient(matrix, largest)
+        return from_bytes(matrix, fp8.recipe.gradient, scale) if is_bytes(matrix) else fp8.gradient(matrix, scale)
 
-    def _as_bytes(self, x: torch.Tensor, largest: Scale) -> torch.Tensor:
+    def _as_bytes(self, x: torch.Tensor, scale: Scale) -> torch.Tensor:
         """Convert X [.., in] to FP8 bytes."""
-        return _bytes_of(self.form.fp8.activation(x.flatten(0, -2), largest), x.shape)
+        return _bytes_of(self.form.fp8.activation(x.flatten(0, -2), scale), x.shape)
 
-    def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
-        """Compute the largest absolute value in `parts`. `over_tp` and `over_cp` include the other ranks' parts.
+    def _scale(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
+        """Compute the scale of a tensor from this rank's parts. `over_tp` and `over_cp` include the other ranks' parts.
 
         With block scales the result is None.
         """
-        if not self.form.fp8.recipe.is_tensorwise:
+        fp8 = self.form.fp8
+        if not fp8.recipe.is_tensorwise:
             return None
-        each = [self.form.fp8.amax(part) for part in parts]
-        largest = each[0] if len(each) == 1 else torch.stack(each).amax()
-        for axis, is_over in ((self.form.tp, over_tp), (self.form.cp, over_cp)):
-            if is_over:
-                largest = axis.all_reduce(largest, f"{FP8_SCALES} {self.parts.name} {what}", op="max").wait()
-        return largest
+
+        def maximum(axis: Axis, largest: torch.Tensor) -> torch.Tensor:
+            return axis.all_reduce(largest, f"{FP8_SCALES} {self.parts.name} {what}", op="max").wait()
+
+        axes = [
+            axis for axis, is_over in ((self.form.tp, over_tp), (self.form.cp, over_cp)) if is_over and axis.size > 1
+        ]
+        into = fp8.recipe.gradient if what == "gradient" else E4M3
+        return fp8.scale(parts, into, [partial(maximum, axis) for axis in axes])
 
 
 def _bytes_of(rounded: Quantised, shape: torch.Size) -> torch.Tensor:

@@ -120,7 +120,7 @@ class _ColumnParallel(torch.autograd.Function):
         # tp's communicator runs calls in the order they are posted. X goes first, so that 4 never waits for 3.
         # A deferred product gathers when it runs: until then the rank holds its shard of X, not the whole.
         gathered = None if deferring else gather(kept)  # step 1: posted, so that it runs under the product of 2
-        of_output = gemms.whole_grad(Operand(grad.contiguous()))
+        of_output = gemms.whole_grad(Operand(grad.contiguous()), defers=deferring)
         # [s, b, in] from this rank's rows of W: one of t partial sums, which 3 reduces to [s(/t), b, in].
         grad_input = gemms.input_grad(of_output)  # 2
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")  # 3: runs under the product of 4
@@ -192,7 +192,7 @@ class _RowParallel(torch.autograd.Function):
             # The bias acts on this rank's part of the sequence, so this sum runs under the gather of dY. With sequence parallelism
             # it is partial: `GradBuffers.finish` sums it over tp.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
-        of_output = gemms.whole_grad(Operand(gathered.wait(), kept.scale))
+        of_output = gemms.whole_grad(Operand(gathered.wait(), kept.scale), defers=layer.queue.deferring)
         # dX [s, b, in/t] needs no reduction: each rank computes its own columns from the whole dY.
         grad_input = gemms.input_grad(of_output)
         if layer.queue.deferring:

@@ -18,6 +18,7 @@ import torch
 
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.bias_total import total_of
+from triaxis.engine.kernels.fp8.recipes import TensorScale
 from triaxis.engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
@@ -33,12 +34,13 @@ class Operand(NamedTuple):
 
     Attributes:
         tensor: [.., columns] in the run's dtype, or FP8 values as bytes.
-        scale: largest absolute value in the tensor, from which its one FP8 scale is computed. None if the products do not use
-            FP8, or if each block has its own scale.
+        scale: the tensor's one FP8 scale. None if the products do not use FP8, or if each block has its own scale.
+        rounded: dY [n, out] and dY^T [out, n] as FP8 bytes, if one pass made both; None: each product rounds what it reads.
     """
 
     tensor: torch.Tensor
-    scale: torch.Tensor | None = None
+    scale: TensorScale | None = None
+    rounded: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class FusedWeights:
@@ -215,8 +217,12 @@ class LinearGemms:
         """Wrap X [.., in] as an `Operand`, when X needs no gather. Subclasses may add a scale."""
         return Operand(x)
 
-    def whole_grad(self, grad: Operand) -> Operand:
-        """Return a whole dY [.., out] with the FP8 scale that `input_grad` and `add_weight_grads` need (here none)."""
+    def whole_grad(self, grad: Operand, *, defers: bool) -> Operand:
+        """Return a whole dY [.., out] with what `input_grad` and `add_weight_grads` need in FP8 (here nothing).
+
+        Args:
+            defers: whether `add_weight_grads` comes later, for which dY alone is kept.
+        """
         return grad
 
     def forward(self, x: Operand) -> torch.Tensor:

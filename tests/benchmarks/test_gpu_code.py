@@ -21,12 +21,14 @@ from triaxis.engine.config.values.model_choices import ACTIVATIONS, NORMS
 from triaxis.engine.config.values.optimizer_kinds import OPTIMIZERS
 
 
+@pytest.mark.slow
 def test_a_step_in_fp8_has_the_calls_of_one_in_bf16_and_more() -> None:
     """All runs are for the slow tier."""
     plain, rounded = (record_step(config) for _, config in zip(range(2), cases(), strict=False))
     names = {call.name.rpartition(".")[2] for call in plain}
-    assert names >= {"_layer_norm", "_sum_of_exp", "_update"} and "round_to_fp8" not in names
-    assert {call.name.rpartition(".")[2] for call in rounded} >= {*names, "round_to_fp8", "amax"} - {"_write_gradient"}
+    assert names >= {"_layer_norm", "_sum_of_exp", "_update"} and "round_both_ways" not in names
+    of_fp8 = {"round_by", "round_both_ways", "tensor_scale"}
+    assert {call.name.rpartition(".")[2] for call in rounded} >= {*names, *of_fp8} - {"_write_gradient"}
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ torch and te sum in fp32, but for the forward with one scale per tensor: there, 
 tensor cores keep about 14 bits of a sum (2412.19437, section 3.3.2). torch takes block scales only on GPUs (`block_product.py`).
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +17,21 @@ import torch
 from triaxis.engine.config.schema.fp8 import BLOCKS, Fp8Backend, Fp8Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.fp8.block_product import block_product, has_block_gemm
-from triaxis.engine.kernels.fp8.recipes import E4M3, Fp8Format, Quantised, Recipe, amax, in_rows, quantise, recipe_of
+from triaxis.engine.kernels.fp8.recipes import (
+    E4M3,
+    Fp8Format,
+    Quantised,
+    Recipe,
+    TensorScale,
+    amax,
+    in_rows,
+    inverse_of,
+    quantise,
+    recipe_of,
+    round_both_ways,
+    round_by,
+    tensor_scale,
+)
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.te import TransformerEngine, how_to_install, open_te
 from triaxis.engine.kernels.trial import failure
@@ -54,21 +69,46 @@ class Fp8:
         """The backend's name; `te` also has its version."""
         return self.backend if self.te is None else f"te {self.te.version}"
 
-    def activation(self, x: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-        """Quantise X [n, in] or X^T [in, n]; with one scale, `largest` is the amax of the whole tensor."""
-        return self._rounded(x, E4M3, self.recipe.activation_block, largest)
+    def activation(self, x: torch.Tensor, scale: TensorScale | None) -> Quantised:
+        """Quantise X [n, in] or X^T [in, n] by the whole tensor's scale; None: by scales of the blocks, or of the matrix itself."""
+        return self._rounded(x, E4M3, self.recipe.activation_block, scale)
 
-    def gradient(self, grad: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-        """Quantise output gradients dY [n, out] or dY^T [out, n]."""
-        return self._rounded(grad, self.recipe.gradient, self.recipe.activation_block, largest)
+    def gradient(self, grad: torch.Tensor, scale: TensorScale | None) -> Quantised:
+        """Quantise output gradients dY [n, out] or dY^T [out, n], as `activation`."""
+        return self._rounded(grad, self.recipe.gradient, self.recipe.activation_block, scale)
 
-    def weight(self, matrix: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-        """Quantise a weight W [out, in] or W^T [in, out]."""
-        return self._rounded(matrix, E4M3, self.recipe.weight_block, largest)
+    def weight(self, matrix: torch.Tensor, scale: TensorScale | None) -> Quantised:
+        """Quantise a weight W [out, in] or W^T [in, out], as `activation`."""
+        return self._rounded(matrix, E4M3, self.recipe.weight_block, scale)
 
-    def amax(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute a tensor's largest absolute value, a scalar in the scales' dtype."""
-        return self.fusion(amax)(x)
+    def gradient_both_ways(self, grad: torch.Tensor, scale: TensorScale) -> tuple[torch.Tensor, torch.Tensor]:
+        """Round output gradients by the tensor's scale. Returns dY [n, out] and dY^T [out, n] as FP8 numbers."""
+        return self.fusion(round_both_ways)(grad, scale.largest, self.recipe.gradient)
+
+    def weight_both_ways(self, matrix: torch.Tensor, scale: TensorScale | None) -> tuple[Quantised, Quantised]:
+        """Quantise a weight as W [out, in] and as W^T [in, out]."""
+        if scale is None:
+            return self.weight(matrix, None), self.weight(matrix.t(), None)
+        rounded, transposed = self.fusion(round_both_ways)(matrix, scale.largest, E4M3)
+        return Quantised(rounded, scale.inverse), Quantised(transposed, scale.inverse)
+
+    def scale(
+        self, parts: Sequence[torch.Tensor], into: Fp8Format, maxima: Sequence[Callable[[torch.Tensor], torch.Tensor]]
+    ) -> TensorScale:
+        """Compute a tensor's one scale.
+
+        Args:
+            parts: this rank's parts of the tensor.
+            into: the format that it will be rounded to.
+            maxima: functions that return the maximum over the ranks of an axis.
+        """
+        if len(parts) == 1 and not maxima:
+            return TensorScale(*self.fusion(tensor_scale)(parts[0], into))
+        each = [self.fusion(amax)(part) for part in parts]
+        largest = each[0] if len(each) == 1 else torch.stack(each).amax()
+        for maximum in maxima:
+            largest = maximum(largest)
+        return TensorScale(largest, self.fusion(inverse_of)(largest, into))
 
     def product(
         self,
@@ -110,9 +150,11 @@ class Fp8:
             add(total, self.product(a, b, None, accumulation_dtype(dtype)), overwrite=overwrite)
 
     def _rounded(
-        self, x: torch.Tensor, into: Fp8Format, block: tuple[int, int] | None, largest: torch.Tensor | None
+        self, x: torch.Tensor, into: Fp8Format, block: tuple[int, int] | None, scale: TensorScale | None
     ) -> Quantised:
-        return quantise(x, into, block, has_powers=self.recipe.has_powers, largest=largest, fusion=self.fusion)
+        if scale is None:
+            return quantise(x, into, block, has_powers=self.recipe.has_powers, fusion=self.fusion)
+        return Quantised(self.fusion(round_by)(x, scale.largest, into), scale.inverse)
 
     def _in_rows(self, matrix: Quantised) -> Quantised:
         """Return a matrix with contiguous rows, copied if necessary."""

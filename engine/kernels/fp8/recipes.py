@@ -112,9 +112,32 @@ class Quantised:
         return (blocks * self.inverse.to(dtype)[:, None, :, None]).view(rows, columns)
 
 
+class TensorScale(NamedTuple):
+    """The one scale of a tensor.
+
+    Attributes:
+        largest: the tensor's largest absolute value, a scalar in the scales' dtype.
+        inverse: the factor from FP8 to real values, [1, 1] in the scales' dtype.
+    """
+
+    largest: torch.Tensor
+    inverse: torch.Tensor
+
+
 def amax(x: torch.Tensor) -> torch.Tensor:
     """Compute a tensor's largest absolute value, a scalar in the scales' dtype."""
     return x.abs().amax().to(SCALE_DTYPE)
+
+
+def inverse_of(largest: torch.Tensor, into: Fp8Format) -> torch.Tensor:
+    """Compute the factor [1, 1] from FP8 to real values for a tensor with amax `largest`."""
+    return scale_of(largest.view(1, 1), into, has_powers=False).reciprocal()
+
+
+def tensor_scale(x: torch.Tensor, into: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `TensorScale`'s fields for a tensor."""
+    largest = amax(x)
+    return largest, inverse_of(largest, into)
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
@@ -145,41 +168,47 @@ def quantise(
     block: tuple[int, int] | None,
     *,
     has_powers: bool,
-    largest: torch.Tensor | None,
     fusion: Fusion = EAGER,
 ) -> Quantised:
-    """Round a matrix to FP8.
+    """Round a matrix to FP8, with scales of its own.
 
     Args:
         x: matrix [rows, columns] in any dtype; both sizes are multiples of the block's.
         into: target format.
         block: (rows, columns) that share a scale; None for the whole matrix.
         has_powers: whether scales are rounded down to powers of two.
-        largest: amax over the whole tensor if the tensor has one scale; None: computed from this matrix, or per block.
         fusion: runner for the rounding.
     """
-    return Quantised(*fusion(round_to_fp8)(x, largest, into, block, has_powers))
+    return Quantised(*fusion(round_to_fp8)(x, into, block, has_powers))
 
 
 def round_to_fp8(
-    x: torch.Tensor,
-    largest: torch.Tensor | None,
-    into: Fp8Format,
-    block: tuple[int, int] | None,
-    has_powers: bool,
+    x: torch.Tensor, into: Fp8Format, block: tuple[int, int] | None, has_powers: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `Quantised`'s fields, with contiguous values. Arguments are as in `quantise`."""
     rows, columns = x.shape
     # Block (i, j) is blocks[i, :, j, :], so one reduction over dims 1 and 3 gives all scales.
     r, c = block or (rows, columns)
     blocks = x.reshape(rows // r, r, columns // c, c)
-    if largest is None:
-        largest = blocks.abs().amax((1, 3)).to(SCALE_DTYPE)
-    scale = scale_of(largest.expand(rows // r, columns // c), into, has_powers=has_powers)
-    wide = accumulate(blocks) * scale[:, None, :, None]
-    # Numbers beyond the range become the largest, not an infinity; NaN stays NaN.
-    values = wide.clamp(-into.largest, into.largest).to(into.dtype)
+    scale = scale_of(blocks.abs().amax((1, 3)).to(SCALE_DTYPE), into, has_powers=has_powers)
+    values = _scaled(blocks, scale[:, None, :, None], into)
     return values.view(rows, columns).contiguous(), scale.reciprocal()
+
+
+def round_by(x: torch.Tensor, largest: torch.Tensor, into: Fp8Format) -> torch.Tensor:
+    """Round a matrix [rows, columns] of a tensor with amax `largest` to FP8, with contiguous rows."""
+    return _scaled(x, scale_of(largest, into, has_powers=False), into).contiguous()
+
+
+def round_both_ways(x: torch.Tensor, largest: torch.Tensor, into: Fp8Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a matrix as `round_by`, and return it and its transpose [columns, rows], from one pass over memory if compiled."""
+    values = round_by(x, largest, into)
+    return values, values.t().contiguous()
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor, into: Fp8Format) -> torch.Tensor:
+    # Numbers beyond the range become the largest, not an infinity; NaN stays NaN.
+    return (accumulate(x) * scale).clamp(-into.largest, into.largest).to(into.dtype)
 
 
 def is_bytes(x: torch.Tensor) -> bool:
@@ -187,12 +216,7 @@ def is_bytes(x: torch.Tensor) -> bool:
     return x.dtype == torch.uint8
 
 
-def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion) -> Quantised:
-    """View bytes [rows, columns] as FP8 numbers whose one scale follows from the tensor's amax `largest`."""
-    assert largest is not None, "numbers that share no scale are not kept as bytes"
-    return Quantised(x.view(into.dtype), fusion(inverse_of)(largest, into))
-
-
-def inverse_of(largest: torch.Tensor, into: Fp8Format) -> torch.Tensor:
-    """Compute the factor [1, 1] from FP8 to real values for a tensor with amax `largest`."""
-    return scale_of(largest.view(1, 1), into, has_powers=False).reciprocal()
+def from_bytes(x: torch.Tensor, into: Fp8Format, scale: TensorScale | None) -> Quantised:
+    """View bytes [rows, columns] as FP8 numbers of a tensor with this scale."""
+    assert scale is not None, "numbers that share no scale are not kept as bytes"
+    return Quantised(x.view(into.dtype), scale.inverse)

@@ -10,7 +10,17 @@ from tests.harness import compiler
 from tests.parity.cases import Case
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.schema.dotted import with_value
-from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, amax, quantise
+from triaxis.engine.kernels.fp8.recipes import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    Fp8Format,
+    inverse_of,
+    quantise,
+    round_both_ways,
+    round_by,
+    tensor_scale,
+)
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.registry import open_kernels
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -36,11 +46,7 @@ def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
 def check(name: str, into: Fp8Format, block: Block, dtype: torch.dtype, fusion: Fusion) -> None:
     recipe = RECIPES[name]  # type: ignore[index]
     for x in matrices(dtype):
-        largest = amax(x) if block is None else None
-        plain, made = (
-            quantise(x, into, block, has_powers=recipe.has_powers, largest=largest, fusion=each)
-            for each in (EAGER, fusion)
-        )
+        plain, made = (quantise(x, into, block, has_powers=recipe.has_powers, fusion=each) for each in (EAGER, fusion))
         assert made.values.is_contiguous() and plain.values.is_contiguous()
         assert made.values.dtype == plain.values.dtype
         for one, other in ((made.values, plain.values), (made.inverse, plain.inverse)):
@@ -74,10 +80,14 @@ def test_rounding_has_the_form_of_the_run_s_elementwise_functions(form: str, mon
 
 
 @compiler()
-def test_compiled_rounding_of_a_transposed_gradient() -> None:
-    x = next(matrices(torch.bfloat16)).t()
-    made, plain = (
-        quantise(x, E5M2, None, has_powers=False, largest=amax(x), fusion=each) for each in (Fusion("compiled"), EAGER)
-    )
-    assert torch.equal(made.values.view(torch.uint8), plain.values.view(torch.uint8))
-    assert torch.equal(made.inverse, plain.inverse)
+def test_compiled_rounding_of_a_tensor_with_one_scale() -> None:
+    """Its scale, a transposed gradient, and both ways at once."""
+    x, fusion = next(matrices(torch.bfloat16)), Fusion("compiled")
+    largest, inverse = fusion(tensor_scale)(x, E5M2)
+    assert largest == x.abs().max() and torch.equal(inverse, inverse_of(largest, E5M2))
+    rounded, transposed = fusion(round_both_ways)(x, largest, E5M2)
+    plain = round_by(x, largest, E5M2).view(torch.uint8)
+    assert rounded.is_contiguous() and transposed.is_contiguous()
+    alone = fusion(round_by)(x.t(), largest, E5M2)
+    for one, other in ((rounded, plain), (transposed, plain.t()), (alone, plain.t())):
+        assert torch.equal(one.view(torch.uint8), other)

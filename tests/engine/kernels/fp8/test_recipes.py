@@ -7,7 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, quantise, scale_of
+from triaxis.engine.kernels.fp8.recipes import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    Fp8Format,
+    Quantised,
+    inverse_of,
+    quantise,
+    round_by,
+    scale_of,
+)
 
 
 def numbers_of(exponent_bits: int, mantissa_bits: int, largest: float) -> list[float]:
@@ -27,7 +37,7 @@ FORMATS = [(E4M3, numbers_of(4, 3, 448.0)), (E5M2, numbers_of(5, 2, 57344.0))]
 def test_a_number_becomes_the_nearest_of_the_format(form: Fp8Format, numbers: list[float], value: float) -> None:
     # Largest 448 (57,344): the scale is 1, and the value is rounded as it is.
     x = torch.tensor([[value * form.largest, -value, form.largest]], dtype=torch.float64)
-    got = quantise(x, form, None, has_powers=False, largest=None).dequantised(torch.float64)
+    got = quantise(x, form, None, has_powers=False).dequantised(torch.float64)
     for asked, found in zip(x[0].tolist(), got[0].tolist(), strict=True):
         least = min(abs(abs(asked) - number) for number in numbers)
         assert abs(found) in numbers
@@ -60,9 +70,7 @@ def test_scales_of_zeros_tiny_numbers_and_infinities() -> None:
         assert float(scale_of(torch.tensor(0.0), E4M3, has_powers=has_powers)) == 1.0
         assert scale_of(torch.tensor(1e-38), E4M3, has_powers=has_powers).isfinite()
         for bad in (torch.inf, torch.nan):
-            x = torch.tensor([[1.0, bad]])
-            largest = torch.tensor(bad)
-            made = quantise(x, E4M3, None, has_powers=has_powers, largest=largest).dequantised(torch.float32)
+            made = quantise(torch.tensor([[1.0, bad]]), E4M3, None, has_powers=has_powers).dequantised(torch.float32)
             assert not made.isfinite().all(), "a step that is not finite must stay one"
 
 
@@ -74,12 +82,12 @@ def test_each_block_has_a_scale_of_its_own(name: str) -> None:
         r, c = block
         x = torch.randn(2 * r, 3 * c, generator=torch.Generator().manual_seed(3))
         x[:r, c : 2 * c] *= 2.0**20
-        whole = quantise(x, E4M3, block, has_powers=True, largest=None)
+        whole = quantise(x, E4M3, block, has_powers=True)
         assert whole.inverse.shape == (2, 3)
         for i in range(2):
             for j in range(3):
                 part = x[i * r : (i + 1) * r, j * c : (j + 1) * c]
-                alone = quantise(part, E4M3, block, has_powers=True, largest=None)
+                alone = quantise(part, E4M3, block, has_powers=True)
                 assert alone.inverse.item() == whole.inverse[i, j].item()
                 error = (alone.dequantised(torch.float32) - part).abs() / part.abs().amax()
                 assert float(error.max()) <= 2.0**-4, "half of the last of 3 bits, of a number near the largest"
@@ -87,5 +95,6 @@ def test_each_block_has_a_scale_of_its_own(name: str) -> None:
 
 def test_a_number_beyond_the_given_largest_is_the_largest_of_the_format() -> None:
     x = torch.tensor([[1.0, 8.0]])
-    made = quantise(x, E4M3, None, has_powers=False, largest=torch.tensor(2.0)).dequantised(torch.float32)
+    largest = torch.tensor(2.0)
+    made = Quantised(round_by(x, largest, E4M3), inverse_of(largest, E4M3)).dequantised(torch.float32)
     assert made.tolist() == [[1.0, 2.0]]
