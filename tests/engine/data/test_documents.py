@@ -30,3 +30,10 @@ def test_tensors_agree_with_lengths(lengths: list[int]) -> None:
     assert len(documents.boundaries) == max(FEWEST_BOUNDARIES, 2 ** len(lengths).bit_length())
     changes = documents.numbers[0].diff(prepend=torch.tensor([-1]))
     assert changes.nonzero().flatten().tolist() == starts[:-1].tolist()
+
+
+def test_documents_that_the_host_does_not_know_have_the_bounds_of_a_row() -> None:
+    unread = Documents.of([(4,), (4,)]).unread()
+    assert unread.longest == 4 and not unread.is_one_per_row
+    with pytest.raises(RuntimeError, match="the host reads documents' lengths"):
+        _ = unread.lengths
