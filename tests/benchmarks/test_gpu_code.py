@@ -36,6 +36,14 @@ def records() -> list[tuple[Config, list[FusedCall]]]:
     return [(config, record_step(config)) for config in cases()]
 
 
+ELSEWHERE = {
+    ("engine/kernels/flex_attention.py", "Flex.forward"),
+    ("engine/kernels/flex_attention.py", "Flex.backward"),
+    ("engine/kernels/masked_attention.py", "FirstKeyAligned.part"),
+}
+"""Attention is the CPU's here, of whole rows; golden steps of Gemma 2 and of cp 8 compile these (tests/cuda_stub)."""
+
+
 @pytest.mark.slow
 def test_each_call_of_a_fusion_in_the_engine_is_reached(records: list[tuple[Config, list[FusedCall]]]) -> None:
     """A function that is fused in a place of its own needs a case that goes there."""
@@ -44,8 +52,8 @@ def test_each_call_of_a_fusion_in_the_engine_is_reached(records: list[tuple[Conf
     named = {call.function.__name__ for call in calls}
     found = list(fusions())
     assert len(found) > 20
-    assert not [one for one in found if one[:2] not in sites]
-    assert not [one for one in found if one[2] and one[2] not in named]
+    assert not [one for one in found if one[:2] not in sites | ELSEWHERE]
+    assert not [one for one in found if one[2] and one[2] not in named and one[:2] not in ELSEWHERE]
 
 
 def fusions() -> Iterator[tuple[str, str, str]]:
