@@ -25,7 +25,7 @@ from triaxis.engine.comm.ledger import FP8_SCALES
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.products import Fp8
-from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, TensorScale, from_bytes, is_bytes
+from triaxis.engine.kernels.fp8.recipes import E4M3, Fp8Format, Quantised, TensorScale, from_bytes, is_bytes
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.linear.products import LinearForm, LinearGemms, LinearParts, Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
@@ -121,7 +121,7 @@ class Fp8Gemms(LinearGemms):
     def leave_backward(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Pending, Operand]:
         if not self._sends(region):
             return super().leave_backward(grad, region, purpose)
-        scale = self._scale([grad], "gradient", over_tp=True, over_cp=True)
+        scale = self._scale([grad], "gradient", self.form.fp8.recipe.gradient, over_tp=True, over_cp=True)
         sent = _bytes_of(self.form.fp8.gradient(grad.flatten(0, -2), scale), grad.shape)
         return region.leave_backward(sent, purpose), Operand(sent, scale)
 
@@ -136,10 +136,13 @@ class Fp8Gemms(LinearGemms):
     def whole_grad(self, grad: Operand, *, defers: bool) -> Operand:
         if grad.scale is not None:
             return grad
-        scale = self._scale([grad.tensor], "gradient", over_tp=self.parts.cuts_outputs, over_cp=True)
+        fp8 = self.form.fp8
+        scale = self._scale(
+            [grad.tensor], "gradient", fp8.recipe.gradient, over_tp=self.parts.cuts_outputs, over_cp=True
+        )
         if scale is None or defers:
             return Operand(grad.tensor, scale)
-        rounded, transposed = self.form.fp8.gradient_both_ways(grad.tensor.flatten(0, -2), scale)
+        rounded, transposed = fp8.gradient_both_ways(grad.tensor.flatten(0, -2), scale)
         return Operand(grad.tensor, scale, (rounded.view(torch.uint8), transposed.view(torch.uint8)))
 
     def forward(self, x: Operand) -> torch.Tensor:
@@ -174,7 +177,7 @@ class Fp8Gemms(LinearGemms):
         """Quantise W and W^T, matrix by matrix; the copies are reused until the weights change."""
         matrices, version = self.weights.complete().views, self.weights.version()
         if version != self._version:
-            scale = self._scale(matrices, "weight", over_tp=True, over_cp=False)
+            scale = self._scale(matrices, "weight", E4M3, over_tp=True, over_cp=False)
             copies = [self.form.fp8.weight_both_ways(each, scale) for each in matrices]
             if self._copies and self.form.copies_stay:
                 for old, new in zip(chain(*self._copies), chain(*copies), strict=True):
@@ -201,7 +204,7 @@ class Fp8Gemms(LinearGemms):
         return is_alone and self.form.fp8.recipe.is_tensorwise
 
     def _input_scale(self, x: torch.Tensor, *, is_cut: bool) -> Scale:
-        return self.form.once(lambda: self._scale([x], "input", over_tp=is_cut, over_cp=True))
+        return self.form.once(lambda: self._scale([x], "input", E4M3, over_tp=is_cut, over_cp=True))
 
     def _input(self, matrix: torch.Tensor, scale: Scale) -> Quantised:
         """Convert X or X^T to an FP8 GEMM operand. `matrix` has the run's dtype or FP8 bytes."""
@@ -216,7 +219,9 @@ class Fp8Gemms(LinearGemms):
         """Convert X [.., in] to FP8 bytes."""
         return _bytes_of(self.form.fp8.activation(x.flatten(0, -2), scale), x.shape)
 
-    def _scale(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
+    def _scale(
+        self, parts: Sequence[torch.Tensor], what: str, into: Fp8Format, *, over_tp: bool, over_cp: bool
+    ) -> Scale:
         """Compute the scale of a tensor from this rank's parts. `over_tp` and `over_cp` include the other ranks' parts.
 
         With block scales the result is None.
@@ -228,10 +233,10 @@ class Fp8Gemms(LinearGemms):
         def maximum(axis: Axis, largest: torch.Tensor) -> torch.Tensor:
             return axis.all_reduce(largest, f"{FP8_SCALES} {self.parts.name} {what}", op="max").wait()
 
+        # Without a message, one kernel computes the maximum and the factor that follows from it.
         axes = [
             axis for axis, is_over in ((self.form.tp, over_tp), (self.form.cp, over_cp)) if is_over and axis.size > 1
         ]
-        into = fp8.recipe.gradient if what == "gradient" else E4M3
         return fp8.scale(parts, into, [partial(maximum, axis) for axis in axes])
 
 

@@ -230,8 +230,8 @@ class ModelConfig(Section):
 
     @property
     def may_drop(self) -> bool:
-        """Whether a part may drop elements: the model has dropout, or blocks of an extension, which get the keys."""
-        return bool(self.hidden_dropout or self.attention_dropout) or self.own.block is not None
+        """Whether a part may drop elements: the model has dropout, or parts of an extension, which get the keys."""
+        return bool(self.hidden_dropout or self.attention_dropout) or self.extension is not None
 
     @property
     def embedding_is_at_head(self) -> bool:

@@ -132,7 +132,7 @@ def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
         sample_ids=rows.sample_ids,
         num_tokens=int(rows.loss_mask.sum()),
         # An oracle masks by document numbers alone.
-        documents=Documents((), torch.empty(0), numbers) if within else None,
+        documents=Documents(None, torch.empty(0), numbers) if within else None,
     )
 
 

@@ -157,6 +157,11 @@ def test_no_other_software_has_the_parts() -> None:
     refuse_own_parts(load_config("gpt_tiny", [*MODEL[1:], *ONE]).model, "transformers")
 
 
+def test_parts_may_drop_by_the_keys_that_they_get() -> None:
+    with_parts, without = (load_config("gpt_tiny", [*words, *ONE]).model for words in (MODEL, ()))
+    assert with_parts.may_drop and not without.may_drop
+
+
 @pytest.mark.parametrize("weights", [torch.ones(2, 7), torch.full((2, 8), -1.0), torch.full((2, 8), float("nan"))])
 def test_weights_that_divide_no_loss_are_refused(weights: torch.Tensor) -> None:
     batches = Batches(
