@@ -16,6 +16,7 @@ from triaxis.engine.config.schema.training import OptimizerConfig
 from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.data.sampler import step_sample_ids
 from triaxis.engine.head.cross_entropy import LocalTargets
+from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.layout.shard_spec import ParamRecord
 from triaxis.engine.linear.layers import RowParallelLinear
 from triaxis.engine.optimizer.bucket import Bucket
@@ -149,21 +150,21 @@ def the_last_stage_keeps_its_old_embedding() -> None:
 
 
 def dropout_counts_layers_of_the_stage() -> None:
-    forward, site = GPTChunk.forward, DropoutKeys.site
+    forward, of_site = GPTChunk.forward, DropoutKeys.of_site
     first: list[int] = [0]
 
     def counted(self: GPTChunk, x: torch.Tensor | None, batch: Any) -> torch.Tensor:
         first[0] = self.stage.layers.start
         return forward(self, x, batch)
 
-    def shifted(self: DropoutKeys, name: str) -> list[int]:
+    def shifted(self: DropoutKeys, name: str, fusion: Fusion) -> torch.Tensor:
         if name.startswith("layers."):
             _, layer, rest = name.split(".", 2)
             name = f"layers.{int(layer) - first[0]}.{rest}"
-        return site(self, name)
+        return of_site(self, name, fusion)
 
     GPTChunk.forward = counted  # type: ignore[method-assign]
-    DropoutKeys.site = shifted  # type: ignore[method-assign]
+    DropoutKeys.of_site = shifted  # type: ignore[method-assign]
 
 
 def loss_is_divided_by_the_stages() -> None:
@@ -322,13 +323,13 @@ def masked_labels_are_counted() -> None:
 
 
 def recomputed_layers_draw_other_masks() -> None:
-    site = DropoutKeys.site
+    of_site = DropoutKeys.of_site
 
-    def other(self: DropoutKeys, name: str) -> list[int]:
+    def other(self: DropoutKeys, name: str, fusion: Fusion) -> torch.Tensor:
         is_backward = torch._C._current_graph_task_id() != -1
-        return site(self, f"{name}, again" if is_backward else name)
+        return of_site(self, f"{name}, again" if is_backward else name, fusion)
 
-    DropoutKeys.site = other  # type: ignore[method-assign]
+    DropoutKeys.of_site = other  # type: ignore[method-assign]
 
 
 def query_heads_take_keys_in_turn() -> None:

@@ -1,26 +1,28 @@
 """Bugs that FP8 has had in this field, planted at run time (see `planted.py`)."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+import triaxis.engine.kernels.fp8.products
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
-from triaxis.engine.kernels.fp8.products import Fp8
-from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised
-from triaxis.engine.linear.fp8_gemms import Fp8Gemms
+from triaxis.engine.config.schema.fp8 import Fp8Config
+from triaxis.engine.kernels.fp8.recipes import E4M3, Recipe
+from triaxis.engine.linear.fp8_gemms import Fp8Gemms, Scale
 from triaxis.engine.linear.products import FusedWeights
 
 FP8 = Case("llama", tp=2, dp=2, sequence_parallel=True, fp8="tensorwise", num_layers=2, global_batch_size=4)
 
 
 def gradients_are_rounded_as_weights_are() -> None:
-    gradient = Fp8.gradient
+    recipe_of = triaxis.engine.kernels.fp8.products.recipe_of
 
-    def with_the_format_of_weights(self: Fp8, grad: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-        return gradient(replace(self, recipe=replace(self.recipe, gradient=E4M3)), grad, largest)
+    def with_the_format_of_weights(config: Fp8Config) -> Recipe:
+        return replace(recipe_of(config), gradient=E4M3)
 
-    Fp8.gradient = with_the_format_of_weights  # type: ignore[method-assign]
+    triaxis.engine.kernels.fp8.products.recipe_of = with_the_format_of_weights
 
 
 def copies_of_weights_are_those_of_the_first_step() -> None:
@@ -28,27 +30,21 @@ def copies_of_weights_are_those_of_the_first_step() -> None:
 
 
 def each_tp_rank_has_scales_of_its_own() -> None:
-    largest = Fp8Gemms._largest
+    scale = Fp8Gemms._scale
 
-    def alone(
-        self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool
-    ) -> torch.Tensor | None:
-        return largest(self, parts, what, over_tp=False, over_cp=over_cp)
+    def alone(self: Fp8Gemms, *given: Any, over_tp: bool, over_cp: bool) -> Scale:
+        return scale(self, *given, over_tp=False, over_cp=over_cp)
 
-    Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]
+    Fp8Gemms._scale = alone  # type: ignore[assignment, method-assign]
 
 
 def each_shard_is_sent_with_a_scale_of_its_own() -> None:
-    largest = Fp8Gemms._largest
+    input_scale = Fp8Gemms._input_scale
 
-    def alone(
-        self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool
-    ) -> torch.Tensor | None:
-        return largest(
-            self, parts, what, over_tp=over_tp and (what != "input" or self.parts.cuts_inputs), over_cp=over_cp
-        )
+    def alone(self: Fp8Gemms, x: torch.Tensor, *, is_cut: bool) -> Scale:
+        return input_scale(self, x, is_cut=self.parts.cuts_inputs)
 
-    Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]
+    Fp8Gemms._input_scale = alone  # type: ignore[method-assign]
 
 
 BUGS = (
