@@ -78,10 +78,11 @@ class Process:
     def __init__(self, name: str, options: argparse.Namespace, said: IO[str]) -> None:
         words = [sys.executable, "-m", "benchmarks.host.process", name, options.shape]
         environment = {key: value for key, value in os.environ.items() if key != "CARD_VALUES"}
+        sizes = options.tp, options.ep, options.tokens, options.microbatches
         more = {"CARD_GIB": GIB, "OMP_NUM_THREADS": "1"}
         self._said = said
         self._process = subprocess.Popen(
-            [*words, str(options.tp), str(options.ep), str(options.tokens)],
+            [*words, *map(str, sizes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
@@ -132,8 +133,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Measured
 
 def table_of(measured: Mapping[str, Measured], options: argparse.Namespace) -> Table:
     table = Table(
-        title=f"{options.shape}, tp {options.tp}, ep {options.ep}, {options.tokens:,} tokens, {DEEP} layers; "
-        f"host in ms of CPU time, medians of {options.rounds} rounds",
+        title=f"{options.shape}, tp {options.tp}, ep {options.ep}, {options.microbatches} x {options.tokens:,} tokens, "
+        f"{DEEP} layers; host in ms of CPU time, medians of {options.rounds} rounds",
         title_justify="left",
     )
     heads = ("calls a layer", "NCCL", "fwd + bwd", "a layer", "ratio", "calls of update", "update", "a layer", "ratio")
@@ -175,7 +176,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--shape", default="llama3_8b", help="a model of configs/")
     parser.add_argument("--tp", type=int, default=1, help="ranks of the tensor-parallel group")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank's one sample")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a sample")
+    parser.add_argument("--microbatches", type=int, default=1, help="samples of a rank in a step")
     parser.add_argument("--rounds", type=int, default=11, help="measured steps of each subject")
     options = parser.parse_args(argv)
     if unknown := set(options.subjects) - SUBJECTS.keys():

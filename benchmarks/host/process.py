@@ -63,12 +63,12 @@ def timed(run: Callable[[], object]) -> Half:
     return Half(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def main(name: str, shape: str, tp: str, ep: str, tokens: str) -> None:
+def main(name: str, shape: str, *sizes: str) -> None:
     # What libraries print goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     library().card_values(0)
-    sides, counts, trained = {}, {}, Shape(shape, int(tp), int(ep), int(tokens))
+    sides, counts, trained = {}, {}, Shape(shape, *map(int, sizes))
     for depth in DEPTHS:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

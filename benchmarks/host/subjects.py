@@ -30,13 +30,15 @@ class Shape:
         name: of a model in configs/.
         tp: ranks of the tensor-parallel group.
         ep: ranks that share the experts, each with a sample of its own.
-        seq_length: tokens of a rank's one sample in a step.
+        seq_length: tokens of a sample.
+        num_microbatches: samples of a rank in a step, one after the other.
     """
 
     name: str
     tp: int
     ep: int
     seq_length: int
+    num_microbatches: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -45,8 +47,8 @@ class Shape:
     def config(self, num_layers: int, *settings: str) -> Config:
         words = (
             f"model.num_layers={num_layers} model.seq_length={self.seq_length} data.synthetic=true "
-            f"train.global_batch_size={self.ep} train.micro_batch_size=1 parallel.pp=1 parallel.vpp=1 parallel.cp=1 "
-            f"parallel.dp={self.ep} parallel.ep={self.ep} parallel.tp={self.tp} "
+            f"train.global_batch_size={self.ep * self.num_microbatches} train.micro_batch_size=1 "
+            f"parallel.pp=1 parallel.vpp=1 parallel.cp=1 parallel.dp={self.ep} parallel.ep={self.ep} parallel.tp={self.tp} "
             f"parallel.sequence_parallel={str(self.tp > 1).lower()}"
         )
         return load_config(f"configs/{self.name}.yaml", [*words.split(), *settings], {}, world_size=self.num_ranks)
@@ -135,7 +137,7 @@ def megatron(shape: Shape, num_layers: int, *, attention_by_torch: bool) -> Side
     steps = MegatronSteps(config, *with_optimizer(gpt, config), mask)
     ids, places = _ids(shape), torch.arange(shape.seq_length, device=device)[None]
     batch = _MegatronBatch(ids, ids, places)
-    return lambda: steps.forward_backward([batch]), steps.update
+    return lambda: steps.forward_backward([batch] * shape.num_microbatches), steps.update
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +185,9 @@ def fsdp(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
 
     def forward_backward() -> None:
         optimizer.zero_grad()
-        with torch.device("cuda"), loss_parallel():
-            F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        for _ in range(shape.num_microbatches):
+            with torch.device("cuda"), loss_parallel():
+                F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
 
     def update() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -259,12 +262,13 @@ def torchtitan(shape: Shape, num_layers: int, *, is_compiled: bool) -> Side:
 
     def forward_backward() -> None:
         optimizer.zero_grad()
-        given = {"positions": places, "attention_masks": model.get_attention_masks(positions=places)}
-        inputs = ids, ids, given
-        tokens, labels, more = annotate_input_spmd_types(dims, *inputs) if backend == "spmd_types" else inputs
-        with context():
-            loss, _ = loss_of(model(tokens, **more), labels, num_tokens, positions=places)
-            loss.backward()
+        for _ in range(shape.num_microbatches):
+            given = {"positions": places, "attention_masks": model.get_attention_masks(positions=places)}
+            inputs = ids, ids, given
+            tokens, labels, more = annotate_input_spmd_types(dims, *inputs) if backend == "spmd_types" else inputs
+            with context():
+                loss, _ = loss_of(model(tokens, **more), labels, num_tokens, positions=places)
+                loss.backward()
 
     def update() -> None:
         utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True, ep_enabled=dims.ep_enabled)

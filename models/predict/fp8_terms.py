@@ -54,15 +54,17 @@ def sends_fp8(config: Config, at: Sizes) -> bool:
 
 
 def remembered_terms(config: Config, at: Sizes, layer: int) -> list[Term]:
-    """List what a fully recomputed FP8 layer remembers for its recomputation: each product's largest input, 4 bytes.
+    """List what a fully recomputed FP8 layer remembers for its recomputation: the scale of each product's input.
+
+    A scale is the largest input and the factor that follows from it, 4 bytes each.
 
     With a recipe that scales blocks, a layer remembers nothing.
     """
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS or not is_in_fp8(config, layer):
         return []
-    num_bytes = BYTES_PER_ELEMENT["fp32"] * len(linears_of(config, layer))
-    return [Term("block", "largest inputs", Fraction(0), Fraction(num_bytes * at.c, at.b * at.s))]
+    num_bytes = 2 * BYTES_PER_ELEMENT["fp32"] * len(linears_of(config, layer))
+    return [Term("block", "scales of inputs", Fraction(0), Fraction(num_bytes * at.c, at.b * at.s))]
 
 
 def _stored(config: Config, at: Sizes, parts: Collection[str]) -> set[str]:

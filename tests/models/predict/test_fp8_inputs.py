@@ -69,7 +69,7 @@ CASES = {
     "shared experts, gathered inputs kept": fp8({**LLAMA, **SHARED}, sp=True, recompute=KEPT),
     "tokens ahead": fp8({**LLAMA, "mtp": {"num_layers": 1}}),
 }
-IN_CI = ("whole", "gathered inputs kept")
+IN_CI = ("whole", "gathered inputs kept", "layers again")
 
 
 @pytest.mark.parametrize(
