@@ -47,7 +47,8 @@ def documents_end_one_token_late() -> None:
     """Plant boundaries that count the token before a document as its first."""
     of = Documents.of.__func__
 
-    def late(cls: type[Documents], lengths: Sequence[tuple[int, ...]]) -> Documents:
-        return of(cls, [(row[0] + 1, row[1] - 1, *row[2:]) if len(row) > 1 and row[1] > 1 else row for row in lengths])
+    def late(cls: type[Documents], lengths: Sequence[tuple[int, ...]], *given: int) -> Documents:
+        rows = [(row[0] + 1, row[1] - 1, *row[2:]) if len(row) > 1 and row[1] > 1 else row for row in lengths]
+        return of(cls, rows, *given)
 
     Documents.of = classmethod(late)  # type: ignore[assignment, method-assign]
