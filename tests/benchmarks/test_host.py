@@ -30,7 +30,7 @@ def test_a_layer_is_half_the_difference_of_both_depths() -> None:
 
 
 def test_a_ratio_is_ours_over_the_others_and_who_differs_is_marked() -> None:
-    options = argparse.Namespace(shape="llama3_8b", tp=1, ep=1, tokens=8192, rounds=3)
+    options = argparse.Namespace(shape="llama3_8b", tp=1, ep=1, tokens=8192, microbatches=2, rounds=3)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(table_of({"triaxis": measured(1.0), "megatron": measured(2.0)}, options))
     lines = [line for line in console.export_text().splitlines() if "megatron" in line or "triaxis" in line]
