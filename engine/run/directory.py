@@ -42,7 +42,7 @@ from triaxis.engine.errors import TriaxisError
 from triaxis.engine.run import entries as run_entries
 from triaxis.engine.run.entries import FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name
 from triaxis.engine.storage.files import write_atomically
-from triaxis.engine.storage.state_files import explaining_storage, try_to_write
+from triaxis.engine.storage.state_files import explaining_storage, read_regular, try_to_write
 from triaxis.engine.storage.user_module import keep
 
 
@@ -153,7 +153,6 @@ class RunDirectory:
             (self.path / FINISHED).unlink(missing_ok=True)
             self._write_config(config)
             (self.path / STARTING_OVER).unlink(missing_ok=True)
-            self._saved = (self.path / SAVED).read_bytes() if self.has_saved else None
         self._config = config
 
     def put_back(self) -> None:
@@ -216,6 +215,9 @@ class RunDirectory:
         run_entries.check_kinds(self.path)
         if from_scratch:
             return None
+        if self.has_saved:
+            # For `put_back`. Read here, before anything is changed: a file that is too large is refused.
+            self._saved = read_regular(self.path / SAVED)
         if run_entries.has_results(self.path):
             run_entries.check_same_config(self.path, config)
         return run_entries.read_finished(self.path, config)

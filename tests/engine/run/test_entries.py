@@ -100,6 +100,8 @@ KINDS = (*CONTENTS, "folder", "FIFO", "link to itself", "link to a device", "lar
     from_scratch=st.booleans(),
 )
 @example(strange={"config.yaml": "other types"}, from_scratch=False)
+@example(strange={"saved": "large"}, from_scratch=False)
+@example(strange={"saved": "large"}, from_scratch=True)
 def test_a_strange_entry_never_holds_a_start(
     make_config: MakeConfig,
     tmp_path_factory: pytest.TempPathFactory,
@@ -131,6 +133,7 @@ def test_a_strange_entry_never_holds_a_start(
         ("finished", "no object", "finished is damaged: it holds no JSON object"),
         ("finished", "other types", "finished is damaged: steps = 'many' is not a whole number"),
         ("finished", "large", "File too large|has more than"),
+        ("saved", "large", "has more than"),
         ("finished", "FIFO", "finished is a FIFO, and must be a regular file"),
         ("config.yaml", "binary", "config.yaml is damaged: it is not valid YAML.*RUN_NAME=demo-2"),
         ("config.yaml", "bomb", "config.yaml is damaged: .*more than 100,000 values"),
