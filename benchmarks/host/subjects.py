@@ -38,7 +38,7 @@ class Shape:
     tp: int
     ep: int
     seq_length: int
-    num_microbatches: int = 1
+    num_microbatches: int
 
     @property
     def num_ranks(self) -> int:

@@ -205,6 +205,8 @@ class RunDirectory:
     def _check(self, config: Config, *, from_scratch: bool) -> Mapping[str, Any] | None:
         """Refuse a directory in which this attempt cannot run. Return the results if the run is finished, else None.
 
+        It reads `saved` for `put_back`, before anything is changed: a file that is too large is refused.
+
         Raises:
             TriaxisError: see `create`.
             OSError: the directory cannot be read.
@@ -216,7 +218,6 @@ class RunDirectory:
         if from_scratch:
             return None
         if self.has_saved:
-            # For `put_back`. Read here, before anything is changed: a file that is too large is refused.
             self._saved = read_regular(self.path / SAVED)
         if run_entries.has_results(self.path):
             run_entries.check_same_config(self.path, config)
